@@ -1,0 +1,25 @@
+"""Dramatiq on RabbitMQ that loses nothing and says why something failed."""
+
+from __future__ import annotations
+
+from .broker import RabbitmqBroker
+from .errors import ConfigError, PermanentError, QueueFull, SafeOpsError, SendRefused, SendUncertain
+from .middleware import AgeLimit, DeadLetters, Guard, Retries, TimeLimit, safe_stack
+
+__all__ = [
+    "AgeLimit",
+    "ConfigError",
+    "DeadLetters",
+    "Guard",
+    "PermanentError",
+    "QueueFull",
+    "RabbitmqBroker",
+    "Retries",
+    "SafeOpsError",
+    "SendRefused",
+    "SendUncertain",
+    "TimeLimit",
+    "safe_stack",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,62 @@
+"""Checks before a worker starts: is the stack in order, and does every option exist?
+
+Runs in: worker processes, and wherever actors are declared. Needs: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import dramatiq.middleware
+from dramatiq.middleware import Middleware
+
+from .errors import ConfigError, refuse
+from .middleware import ORDER, STOCK_TWINS
+from .options import did_you_mean
+
+
+def check_stack(middleware: Sequence[Middleware]) -> None:
+    """Raise ``ConfigError`` if a guard stands twice, in the wrong place, or beside the stock middleware it replaces."""
+    places = [type(one) for one in middleware]
+    for one in middleware:
+        for stock, ours in STOCK_TWINS.items():
+            if isinstance(one, stock) and not isinstance(one, ours):
+                raise ConfigError(
+                    f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it decides by itself what"
+                    f" becomes of a message; use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
+                )
+    last: tuple[int, str] = (-1, "")
+    for kind in places:
+        rank = next((i for i, ours in enumerate(ORDER) if issubclass(kind, ours)), None)
+        if rank is None:
+            continue
+        if rank == last[0]:
+            raise ConfigError(f"{kind.__name__} stands twice in the middleware list: remove one of them")
+        if rank < last[0]:
+            raise ConfigError(
+                f"{kind.__name__} stands below {last[1]} in the middleware list: the order is"
+                f" {', '.join(ours.__name__ for ours in ORDER)}; safe_stack() returns it"
+            )
+        last = (rank, kind.__name__)
+
+
+class _KnownOptions(set[str]):
+    """The options that actors may have. Asked for unknown ones, it says which were likely meant.
+
+    Dramatiq computes ``set(options) - broker.actor_options`` and can only say that some are undefined.
+    """
+
+    def __rsub__(self, asked: Set[Any]) -> set[Any]:
+        unknown = set(asked).difference(self)
+        for name in sorted(unknown):
+            refuse(
+                f"unknown actor option {name!r}{did_you_mean(name, self)}; known options: {', '.join(sorted(self))}"
+                " (an option of a middleware is known once that middleware is in the broker's list)"
+            )
+        return unknown
+
+
+def known_options(names: Iterable[str]) -> set[str]:
+    """Return ``names`` as a set that answers for unknown ones with a sentence."""
+    return _KnownOptions(names)

@@ -1,0 +1,369 @@
+"""Dramatiq's RabbitmqBroker, made to lose nothing: its API on top of ``rabbitmq/`` and the guards.
+
+Runs in: every process. Needs: RabbitMQ; nothing is opened before the first message is sent or consumed.
+
+Three parts do the work: ``outgoing`` sends, ``processing`` runs the hooks around an actor, ``settlement`` decides where
+an arriving message goes and carries out what became of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dramatiq.brokers.rabbitmq
+import dramatiq.worker
+import pika
+from dramatiq.broker import Consumer as DramatiqConsumer
+from dramatiq.common import current_millis, q_name
+from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
+from dramatiq.middleware import Middleware
+
+from . import outgoing
+from .boot import check_stack, known_options
+from .delivery import Delivery
+from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
+from .middleware import DeadLetters, Guard, safe_stack
+from .options import check_above_zero, check_number, check_one_of
+from .processing import Processing
+from .rabbitmq import admin, topology
+from .rabbitmq.client import Client
+from .rabbitmq.consumer import Consumer
+from .rabbitmq.publisher import Need
+from .settlement import Settlement
+
+if TYPE_CHECKING:
+    from dramatiq import Actor, Message
+
+#: Milliseconds that send() waits for RabbitMQ's confirm.
+DEFAULT_SEND_TIMEOUT = 10_000
+#: Milliseconds that a message for which this fleet is not ready (unknown actor, for example) is parked in all.
+DEFAULT_PARK_LIMIT = 3_600_000
+#: Seconds that a worker waits at its start for a RabbitMQ that is not there yet.
+BOOT_PATIENCE_S = 10.0
+#: Seconds that close() waits for what is on its way.
+CLOSE_PATIENCE_S = 5.0
+
+
+class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
+    """A drop-in for Dramatiq's ``RabbitmqBroker`` that loses nothing. One changed import.
+
+    Every publish is confirmed and mandatory; a message is acked only after what became of it is safe at RabbitMQ.
+    Thread-safe. Two connections per process however many threads send and however many queues are consumed; after a
+    fork the child opens its own.
+
+    Parameters:
+        url: as Dramatiq's: one URL, several separated by ``;``, or a list of them.
+        middleware: the whole list of middlewares; ``safe_stack()`` when None.
+        queue_type: ``quorum`` (default), or ``classic`` for queues that stock Dramatiq has declared.
+        max_priority: as Dramatiq's, on classic queues only: quorum queues have no such priorities.
+        send_timeout: milliseconds that ``send()`` waits for RabbitMQ's confirm. Default 10,000.
+        park_limit: milliseconds that messages which no worker can run yet (unknown actor, arguments that do not fit, a
+            guard that breaks) are parked in all before they become dead letters. Default 3,600,000, an hour.
+        confirm_delivery: accepted for Dramatiq's sake; publishes are always confirmed.
+        parameters, **kwargs: pika connection parameters, as Dramatiq's.
+
+    Raises:
+        ConfigError: an option is wrong. In a worker of the ``dramatiq`` command: a sentence and exit code 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str | list[str] | None = None,
+        middleware: list[Middleware] | None = None,
+        queue_type: str = "quorum",
+        max_priority: int | None = None,
+        send_timeout: float = DEFAULT_SEND_TIMEOUT,
+        park_limit: float = DEFAULT_PARK_LIMIT,
+        confirm_delivery: bool = True,
+        parameters: list[dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._client_now: Client | None = None
+        self._worker: dramatiq.Worker | None = None
+        self._processing = Processing(self)
+        self._settlement = Settlement(self)
+        #: Writes the record of a dead letter; the guard of that name, if the list has one.
+        self.dead_letters = DeadLetters()
+        try:
+            check_one_of("RabbitmqBroker.queue_type", queue_type, topology.QUEUE_TYPES)
+            check_above_zero("RabbitmqBroker.send_timeout", send_timeout)
+            check_number("RabbitmqBroker.park_limit", park_limit)
+            if max_priority is not None and queue_type == "quorum":
+                raise ConfigError(
+                    "max_priority does not work on quorum queues, RabbitMQ refuses it: use queue_type='classic',"
+                    " or a queue of its own for what is urgent"
+                )
+            super().__init__(
+                confirm_delivery=True,
+                url=url,
+                middleware=safe_stack() if middleware is None else middleware,
+                max_priority=max_priority,
+                parameters=parameters,
+                **kwargs,
+            )
+        except ConfigError as error:
+            refuse(str(error))
+        except (ValueError, TypeError, RuntimeError) as error:
+            # pika's and Dramatiq's words about a URL or a parameter; they never show the URL.
+            refuse(f"RabbitmqBroker cannot be made of these parameters: {error}")
+        self.queue_type = queue_type
+        self.park_limit = park_limit
+        self.actor_options = known_options(self.actor_options)
+        self._send_timeout_s = send_timeout / 1000
+        _brokers.add(self)
+
+    # -- declaring
+
+    def declare_actor(self, actor: Actor[..., Any]) -> None:
+        """Declare ``actor``, after every guard has looked at its options."""
+        try:
+            for middleware in self.middleware:
+                if isinstance(middleware, Guard):
+                    middleware.check_actor(actor)
+        except ConfigError as error:
+            refuse(str(error))
+        super().declare_actor(actor)
+
+    def declare_queue(self, queue_name: str, *, ensure: bool = False) -> None:
+        """Register a queue; with ``ensure`` also declare it on RabbitMQ.
+
+        No delay queue goes with it: delayed messages wait in RabbitMQ, nobody consumes them.
+        """
+        name = q_name(queue_name)
+        if name not in self.queues:
+            self.emit_before("declare_queue", name)
+            self.queues.add(name)
+            self.emit_after("declare_queue", name)
+        if ensure:
+            with admin.connected(self._all_parameters) as connection:
+                self._declare_on(connection, name)
+
+    def add_middleware(
+        self,
+        middleware: Middleware,
+        *,
+        before: type[Middleware] | None = None,
+        after: type[Middleware] | None = None,
+    ) -> None:
+        """Add a middleware as Dramatiq does, and let a guard look at the actors that exist already."""
+        super().add_middleware(middleware, before=before, after=after)
+        if isinstance(middleware, DeadLetters):
+            self.dead_letters = middleware
+        if isinstance(middleware, Guard):
+            for actor in self.actors.values():
+                middleware.check_actor(actor)
+
+    # -- sending
+
+    def enqueue(self, message: Message[Any], *, delay: float | None = None) -> Message[Any]:
+        """Send ``message``, after ``delay`` milliseconds if given. Returns once RabbitMQ has confirmed it.
+
+        Between the end of an actor and the ack of its message this only collects: the message is sent as part of what
+        becomes of that one.
+
+        Raises:
+            SendUncertain: no confirm within ``send_timeout``; carries ``.message``, to be enqueued again.
+            SendRefused, QueueFull: RabbitMQ does not take it.
+            QueueNotFound: no queue takes it, also after its queue was declared again.
+            ConfigError: its queue exists with other arguments.
+        """
+        self.declare_queue(message.queue_name)
+        message = _with_eta(message, delay)
+        if self._processing.collecting:
+            return self._processing.collect(message, delay)
+        self.emit_before("enqueue", message, delay)
+        outgoing.send(self.client, [message], delay=delay, patience_s=self._send_timeout_s)
+        self.emit_after("enqueue", message, delay)
+        return message
+
+    def send_many(self, messages: Sequence[Message[Any]], *, delay: float | None = None) -> list[Message[Any]]:
+        """Send many messages with few round trips. Returns once RabbitMQ has confirmed all of them.
+
+        Raises: as ``enqueue``. The error's ``unconfirmed`` holds exactly the messages that were not confirmed. The time
+        budget starts anew with every confirm.
+        """
+        messages = [_with_eta(message, delay) for message in messages]
+        for message in messages:
+            self.declare_queue(message.queue_name)
+            self.emit_before("enqueue", message, delay)
+        outgoing.send(self.client, messages, delay=delay, patience_s=self._send_timeout_s)
+        for message in messages:
+            self.emit_after("enqueue", message, delay)
+        return messages
+
+    # -- the hooks
+
+    def emit_before(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        """Run before-hooks as Dramatiq does, but a guard that breaks never lets the actor run."""
+        if signal == "process_message":
+            self._processing.before(args[0])
+        elif signal == "worker_boot":
+            self._check_boot(args[0])
+            super().emit_before(signal, *args, **kwargs)
+        elif signal not in ("ack", "nack") or _concerns_hooks(args[0]):
+            super().emit_before(signal, *args, **kwargs)
+
+    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        """Run after-hooks as Dramatiq does. The outcome is decided before the first one, and follow-ups are collected."""
+        if signal == "process_message":
+            self._processing.after(args[0], **kwargs)
+        elif signal == "skip_message":
+            self._processing.after_skip(args[0])
+        elif signal not in ("ack", "nack") or _concerns_hooks(args[0]):
+            super().emit_after(signal, *args, **kwargs)
+
+    # -- consuming
+
+    def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 5000) -> DramatiqConsumer:
+        """Consume ``queue_name``. Returns at once; a lost connection is opened again without anybody's doing.
+
+        For a ``Worker`` the places of ``prefetch`` are shared out among its queues, unless the environment sets
+        ``dramatiq_queue_prefetch``. ``timeout`` is in milliseconds, how long the iterator waits for a message.
+        """
+        name = q_name(queue_name)
+        self.declare_queue(name)
+        subscription = self.client.subscribe(name, self._prefetch(prefetch), self._settlement.admit)
+        return Consumer(
+            subscription,
+            timeout_s=timeout / 1000,
+            carry_out=self._carry_out,
+            give_back=self.client.give_back,
+            retire=self.client.retire,
+        )
+
+    def _prefetch(self, asked: int) -> int:
+        worker = self._worker
+        if worker is None or dramatiq.worker.QUEUE_PREFETCH:
+            return asked
+        return max(1, asked // len(worker.consumer_whitelist or self.queues))
+
+    def _carry_out(self, delivery: Delivery) -> None:
+        self._processing.stop_collecting()
+        self._settlement.carry_out(delivery)
+
+    @property
+    def client(self) -> Client:
+        """This process's connections to RabbitMQ."""
+        client = self._client_now
+        if client is None or client.pid != os.getpid():
+            with self._lock:
+                client = self._client_now
+                if client is None or client.pid != os.getpid():
+                    client = self._client_now = Client(
+                        self._all_parameters, self._declarations_for, self._explain_refusal
+                    )
+        return client
+
+    def close(self) -> None:
+        """Wait a few seconds for what is on its way, then close the connections. They open again when needed."""
+        with self._lock:
+            client, self._client_now = self._client_now, None
+        if client is not None and client.pid == os.getpid():
+            client.close(CLOSE_PATIENCE_S)
+        super().close()
+
+    @property
+    def _all_parameters(self) -> list[pika.connection.Parameters]:
+        return self.parameters if isinstance(self.parameters, list) else [self.parameters]
+
+    def _declarations_for(self, need: Need) -> list[topology.Declaration]:
+        kind, what = need
+        if kind == "delay":
+            return topology.delay_step(what)
+        return topology.topology_for(what, self.queue_type, max_priority=self.max_priority)
+
+    def _explain_refusal(self, need: Need, answer: str) -> str:
+        kind, what = need
+        if kind == "delay":
+            return f"the delay step of {what} ms cannot be declared, RabbitMQ answers: {answer}"
+        return topology.explain_refusal(what, self.queue_type, answer)
+
+    # -- at the start of a worker
+
+    def _check_boot(self, worker: dramatiq.Worker) -> None:
+        """Refuse a start that cannot go well, before any middleware has started anything for this worker."""
+        self._worker = worker
+        try:
+            check_stack(self.middleware)
+            for middleware in self.middleware:
+                if isinstance(middleware, Guard):
+                    middleware.check_boot(self)
+            with admin.connected(self._all_parameters, patience_s=BOOT_PATIENCE_S) as connection:
+                for name in sorted(self.queues):
+                    self._declare_on(connection, name)
+        except ConfigError as error:
+            refuse(str(error))
+        except ConnectionFailed as error:
+            if under_dramatiq_command():
+                leave(str(error), EXIT_UNREACHABLE)
+            raise
+
+    def _declare_on(self, connection: pika.BlockingConnection, queue_name: str) -> None:
+        try:
+            admin.declare(connection, self._declarations_for(("queue", queue_name)))
+        except admin.RefusedDeclaration as error:
+            raise ConfigError(self._explain_refusal(("queue", queue_name), str(error))) from None
+
+    # -- for tests of users' apps, as on Dramatiq's broker
+
+    def get_queue_message_counts(self, queue_name: str) -> tuple[int, int, int]:
+        """Return the ready messages of the queue, those of all queues that wait in the delay ladder, the dead letters."""
+        with admin.connected(self._all_parameters) as connection:
+            return admin.counts(connection, q_name(queue_name))
+
+    def flush(self, queue_name: str) -> None:
+        """Drop all messages from the queue and from its dead-letter queue. What waits in the delay ladder stays."""
+        with admin.connected(self._all_parameters) as connection:
+            admin.purge(connection, q_name(queue_name))
+
+    def join(
+        self, queue_name: str, min_successes: int = 10, idle_time: int = 100, *, timeout: int | None = None
+    ) -> None:
+        """Wait until the queue is empty, no delayed message waits and nothing is un-acked here. For tests only.
+
+        Raises:
+            QueueJoinTimeout: not so after ``timeout`` milliseconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout / 1000
+        name, successes = q_name(queue_name), 0
+        with admin.connected(self._all_parameters) as connection:
+            while successes < min_successes:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise QueueJoinTimeout(queue_name)
+                waiting, delayed, _ = admin.counts(connection, name)
+                held = self.client.unsettled(name)
+                successes = 0 if waiting or delayed or held else successes + 1
+                connection.sleep(idle_time / 1000)
+
+
+def _with_eta(message: Message[Any], delay: float | None) -> Message[Any]:
+    """Note when a delayed message is due, for whoever looks at it. What rules is the ladder."""
+    if delay is None:
+        return message
+    return message.copy(options={"eta": current_millis() + delay})
+
+
+def _concerns_hooks(message: Any) -> bool:
+    decision = getattr(message, "decision", None)
+    return decision is None or decision.counts_for_hooks
+
+
+_brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for broker in list(_brokers):
+        broker._lock = threading.Lock()
+        client, broker._client_now = broker._client_now, None
+        if client is not None:
+            client.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

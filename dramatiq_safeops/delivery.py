@@ -1,0 +1,120 @@
+"""One delivery: a message as it came over one channel, and what is known about it.
+
+Runs in: worker processes. Needs: nothing.
+
+Dramatiq sees a ``MessageProxy`` with a *view* of the message. The producer's exact bytes stay beside it: whatever is
+published about this message later (retry, park, dead letter) carries those bytes and never the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dramatiq.broker import MessageProxy
+
+from .dead_letter import ExceptionRecord
+
+if TYPE_CHECKING:
+    from dramatiq import Message
+
+    from .outcome import Decision
+
+#: The states of a delivery. It leaves ``BUFFERED`` once, by whoever asks first.
+BUFFERED = "buffered"
+STARTED = "started"
+RETURNED = "returned"
+STALE = "stale"
+
+
+class DeliveryChannel(Protocol):
+    """What a delivery knows of the channel that it came over. Its tag means nothing on any other."""
+
+    #: Whether the channel is closed, so that RabbitMQ delivers again what was unsettled on it.
+    gone: bool
+    #: What is being published about deliveries of this channel.
+    batches: set[Any]
+
+    def ack(self, tag: int) -> None:
+        """Ack ``tag`` soon. Thread-safe, never blocks."""
+        ...
+
+    def give_back(self, deliveries: Iterable[Delivery]) -> None:
+        """Return deliveries to their queue. On the I/O thread."""
+        ...
+
+
+class Delivery(MessageProxy):
+    """A message as delivered once. Unlike its message id, it is never shared with a redelivery.
+
+    ``attempt`` and ``retries`` come from headers and not from the body, which nobody changes. Attributes are written by
+    one thread at a time: the I/O thread until it is buffered, then the worker thread, then the I/O thread again.
+    """
+
+    def __init__(
+        self,
+        channel: DeliveryChannel,
+        tag: int,
+        *,
+        queue: str,
+        body: bytes,
+        properties: Any,
+        redelivered: bool,
+    ) -> None:
+        # The message is set by read(): what cannot be decoded is a delivery, too.
+        super().__init__(None)  # type: ignore[arg-type]
+        self.channel = channel
+        self.tag = tag
+        self.queue = queue
+        self.body = body
+        self.properties = properties
+        self.redelivered = redelivered
+        self.headers: Mapping[str, Any] = properties.headers if properties.headers is not None else {}
+        self.retries = 0
+        self.first_seen_ms = 0
+        self.turned_away: Decision | None = None
+        self.decision: Decision | None = None
+        self.failure: ExceptionRecord | None = None
+        self.follow_ups: list[Any] = []
+        self.follow_up_error: BaseException | None = None
+        self._word: dict[str, str] = {}
+
+    def show(self, message: Message[Any]) -> None:
+        """Make ``message`` what Dramatiq and the middlewares see."""
+        self._message = message
+        # Plain attributes: MessageProxy would look each of them up through __getattr__, many times a message.
+        self.queue_name = message.queue_name
+        self.actor_name = message.actor_name
+        self.args = message.args
+        self.kwargs = message.kwargs
+        self.options = message.options
+        self.message_id = message.message_id
+        self.message_timestamp = message.message_timestamp
+
+    @property
+    def readable(self) -> bool:
+        """Whether the body could be decoded, so that there is a message to look at."""
+        return self._message is not None
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 1."""
+        return self.retries + 1
+
+    @property
+    def delivery_count(self) -> int:
+        """How often RabbitMQ says it has delivered this message before. Classic queues only know ``redelivered``."""
+        count = self.headers.get("x-delivery-count")
+        if isinstance(count, int):
+            return count
+        return int(self.redelivered)
+
+    @property
+    def state(self) -> str:
+        """``buffered``, ``started``, ``returned`` or ``stale``."""
+        return self._word.get("state", BUFFERED)
+
+    def leave_buffer(self, state: str) -> bool:
+        """Move from ``buffered`` to ``state``; False if somebody else was first, who then rules. Thread-safe."""
+        # setdefault is one atomic step: worker thread, I/O thread and drain may ask at the same time.
+        return self._word.setdefault("state", state) is state

@@ -1,0 +1,95 @@
+"""The few things that are simpler one by one on a blocking connection: checks at boot, declaring by hand, tests.
+
+Runs in: every process, in the calling thread, on a connection that is closed again at once. Needs: RabbitMQ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pika
+import pika.exceptions
+from dramatiq.errors import ConnectionFailed
+
+from .connection import explain, is_final, prepared
+from .delays import STEPS_MS, step_name
+from .topology import Declaration, apply, dead_letter_queue
+
+#: Seconds between two tries to reach a RabbitMQ that is not there yet.
+_PAUSE_S = 0.2
+
+
+class RefusedDeclaration(Exception):
+    """RabbitMQ refuses a declaration: what is to be declared exists with other arguments, or there is no permission."""
+
+
+@contextmanager
+def connected(
+    parameters: Sequence[pika.connection.Parameters], *, patience_s: float = 0
+) -> Iterator[pika.BlockingConnection]:
+    """Yield a blocking connection. A server that is not there yet is waited for, ``patience_s`` at most.
+
+    Raises:
+        ConnectionFailed: no connection; says why in one sentence, without a password.
+    """
+    deadline = time.monotonic() + patience_s
+    mine = [prepared(one, "check") for one in parameters]
+    while True:
+        try:
+            connection = pika.BlockingConnection(mine)
+            break
+        except Exception as error:
+            if is_final(error) or time.monotonic() >= deadline:
+                raise ConnectionFailed(explain(error, mine)) from None
+            time.sleep(_PAUSE_S)
+    try:
+        yield connection
+    finally:
+        if connection.is_open:
+            connection.close()
+
+
+def declare(connection: pika.BlockingConnection, declarations: list[Declaration]) -> None:
+    """Carry out ``declarations``.
+
+    Raises:
+        RefusedDeclaration: with RabbitMQ's answer.
+    """
+    channel = connection.channel()
+    try:
+        apply(declarations, channel)
+    except pika.exceptions.ChannelClosedByBroker as error:
+        raise RefusedDeclaration(f"{error.reply_code} {error.reply_text}") from None
+    channel.close()
+
+
+def ready(connection: pika.BlockingConnection, queue_name: str) -> int:
+    """Return how many messages of a queue wait for a consumer; 0 if there is no such queue."""
+    return _on_queue(connection, lambda channel: channel.queue_declare(queue_name, passive=True))
+
+
+def purge(connection: pika.BlockingConnection, queue_name: str) -> None:
+    """Drop the waiting messages of a queue, and of its dead-letter queue."""
+    for name in (queue_name, dead_letter_queue(queue_name)):
+        _on_queue(connection, lambda channel, name=name: channel.queue_purge(name))
+
+
+def counts(connection: pika.BlockingConnection, queue_name: str) -> tuple[int, int, int]:
+    """Return the ready messages of a queue, those of all queues that wait in the delay ladder, and the dead letters."""
+    delayed = sum(ready(connection, step_name(step)) for step in STEPS_MS)
+    return ready(connection, queue_name), delayed, ready(connection, dead_letter_queue(queue_name))
+
+
+def _on_queue(connection: pika.BlockingConnection, operation: Any) -> int:
+    channel = connection.channel()
+    try:
+        count = int(operation(channel).method.message_count)
+    except pika.exceptions.ChannelClosedByBroker as error:
+        if error.reply_code == 404:
+            return 0  # not declared yet: an empty queue
+        raise
+    channel.close()
+    return count

@@ -1,0 +1,132 @@
+"""What one process has of RabbitMQ: an I/O thread with two connections, opened when first needed.
+
+Runs in: every process that sends or consumes. Needs: RabbitMQ. Thread-safe: every method may be called from any thread.
+
+One connection consumes and acks, one publishes, and nothing is ever published on the first: RabbitMQ stops reading from
+connections that publish while it is short of memory or disk, and acks must not wait for that.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import pika
+
+from ..delivery import Delivery
+from .connection import IOThread
+from .consumer import Intake, Settler, Subscription
+from .publisher import Batch, Need, Publication, Publisher
+from .topology import Declaration
+
+
+class Client:
+    """The two connections of this process. It belongs to the process that made it: a forked child makes its own."""
+
+    def __init__(
+        self,
+        parameters: Sequence[pika.connection.Parameters],
+        declarations_for: Callable[[Need], list[Declaration]],
+        explain_refusal: Callable[[Need, str], str],
+    ) -> None:
+        self.pid = os.getpid()
+        self._declarations_for = declarations_for
+        self._io = IOThread("safeops-io")
+        self._publisher = Publisher(self._io, parameters, declarations_for, explain_refusal)
+        self._intake = Intake(self._io, parameters)
+        self._settler = Settler(self._io, self._publisher)
+        self._io.start()
+
+    @property
+    def publishing_trouble(self) -> str:
+        """Why nothing can be published just now, for people; empty when all is well."""
+        return self._publisher.trouble
+
+    def publish(self, publications: Sequence[Publication], *, patience_s: float) -> Batch:
+        """Publish and wait for the confirms. Gives up when no confirm came for ``patience_s``; the batch says which came."""
+        batch = Batch(publications)
+        self._io.call(self._publisher.submit, batch)
+        open_before = -1
+        while not batch.done.wait(patience_s):
+            if batch.open == open_before or len(publications) == 1:
+                batch.withdraw()
+                break
+            open_before = batch.open
+        return batch
+
+    def subscribe(
+        self, queue_name: str, prefetch: int, admit: Callable[[Delivery, Subscription], None]
+    ) -> Subscription:
+        """Consume ``queue_name`` from now on. Returns at once; deliveries come as soon as there is a connection."""
+        subscription = Subscription(
+            self._io, queue_name, prefetch, declarations=self._declarations_for(("queue", queue_name)), admit=admit
+        )
+        self._io.call(self._intake.add, subscription)
+        return subscription
+
+    def retire(self, subscription: Subscription, *, timeout_s: float = 2.0) -> None:
+        """Stop consuming and return what has not started."""
+        self._io.call(self._intake.retire, subscription)
+        subscription.retired.wait(timeout_s)
+
+    def settle(self, delivery: Delivery, publications: Sequence[Publication]) -> None:
+        """Publish ``publications``, and ack ``delivery`` once all are confirmed. Never blocks."""
+        if publications:
+            self._io.call(self._settler.settle, delivery, publications)
+        else:
+            delivery.channel.ack(delivery.tag)
+
+    def give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Return ``deliveries`` to their queues, in delivery order. Never blocks."""
+        by_channel = defaultdict(list)
+        for delivery in deliveries:
+            by_channel[delivery.channel].append(delivery)
+        for channel, group in by_channel.items():
+            self._io.call(channel.give_back, group)
+
+    def unsettled(self, queue_name: str | None = None) -> int:
+        """Return how many deliveries (of one queue) this process holds un-acked."""
+        return sum(
+            one.unsettled for one in list(self._intake.subscriptions) if queue_name in (None, one.queue_name)
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for what is on its way, ``timeout_s`` at most, then close both connections.
+
+        What is un-acked then, RabbitMQ delivers again.
+        """
+        deadline = time.monotonic() + timeout_s
+        idle = threading.Event()
+
+        def look() -> None:
+            if self._publisher.idle and self._intake.flushed:
+                idle.set()
+            else:
+                self._io.call_later(0.01, look)
+
+        self._io.call(look)
+        idle.wait(timeout_s)
+        self._io.call(self._intake.close)
+        self._io.call(self._publisher.close)
+        closed = threading.Event()
+
+        def closing() -> None:
+            if self._publisher.closed and self._intake.closed:
+                closed.set()
+            else:
+                self._io.call_later(0.01, closing)
+
+        self._io.call(closing)
+        closed.wait(max(deadline - time.monotonic(), 1.0))
+        self._io.stop(timeout=1.0)
+
+    def forget(self) -> None:
+        """In a forked child: let go of the parent's sockets without a word on the wire.
+
+        A child that kept them open would hide the parent's death from RabbitMQ.
+        """
+        self._publisher.drop_socket()
+        self._intake.drop_socket()

@@ -1,0 +1,375 @@
+"""Confirmed publishing. Its only primitive: publish a batch, and be told which of it RabbitMQ has confirmed.
+
+Runs in: the I/O thread; ``Batch`` is handed over from and waited for in any thread. Needs: RabbitMQ.
+
+Everything is published mandatory, on a connection of its own: under a memory alarm RabbitMQ stops reading from
+connections that publish, and acks must not wait behind that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pika
+from pika.adapters.select_connection import SelectConnection
+
+from .connection import IOThread, Link, close_reason
+from .topology import Declaration
+
+logger = logging.getLogger(__name__)
+
+#: How many publications may be unconfirmed at a time. RabbitMQ confirms a few hundred together; beyond that only
+#: memory is spent (measured: 500 is within 10 % of the best rate).
+WINDOW = 1000
+
+#: AMQP's codes after which no message is to blame: lost without a word, closed by us, server shut down, exchange
+#: deleted, and an internal error (RabbitMQ 3.10 has one when a queue was made anew with another type).
+BLAMELESS_CODES = frozenset({0, 200, 320, 404, 541})
+
+#: What must exist before a publication can be routed, for example ("queue", "default") or ("delay", 1000).
+Need = tuple[str, Any]
+
+
+class PublishError(Exception):
+    """Why a publication was not confirmed, and will not be without somebody's doing."""
+
+
+class Unroutable(PublishError):
+    """No queue takes it, also after its queue was declared again."""
+
+
+class Refused(PublishError):
+    """RabbitMQ said no to this one: its queue is over its length limit."""
+
+
+class Impossible(PublishError):
+    """RabbitMQ closes the channel for it (too large, for example), or it cannot be written as AMQP."""
+
+
+class Undeclarable(PublishError):
+    """What it needs exists with other arguments."""
+
+
+@dataclass(eq=False)
+class Publication:
+    """One message to publish, and what became of it."""
+
+    exchange: str
+    routing_key: str
+    body: bytes
+    properties: pika.BasicProperties
+    needs: Sequence[Need] = ()
+    confirmed: bool = False
+    error: PublishError | None = None
+    written: bool = False
+    returned: bool = False
+    redeclared: bool = False
+    suspect: bool = False
+    batch: Batch | None = field(default=None, repr=False)
+
+
+class Batch:
+    """Publications handed over together. ``done`` is set once each of them is confirmed or has failed for good."""
+
+    def __init__(self, publications: Sequence[Publication], on_done: Callable[[Batch], None] | None = None) -> None:
+        self.publications = publications
+        self.withdrawn = False
+        self.done = threading.Event()
+        #: How many of them are neither confirmed nor failed.
+        self.open = len(publications)
+        self._on_done = on_done
+        for publication in publications:
+            publication.batch = self
+
+    @property
+    def confirmed(self) -> list[Publication]:
+        """What RabbitMQ has confirmed."""
+        return [one for one in self.publications if one.confirmed]
+
+    @property
+    def unconfirmed(self) -> list[Publication]:
+        """What it has not."""
+        return [one for one in self.publications if not one.confirmed]
+
+    def withdraw(self) -> None:
+        """Do not publish what has not been written yet: nobody waits for it any more. Thread-safe."""
+        self.withdrawn = True
+
+    def settle(self, publication: Publication, error: PublishError | None = None) -> None:
+        """Note what became of ``publication``. On the I/O thread."""
+        publication.error = error
+        publication.confirmed = error is None
+        self.open -= 1
+        if self.open == 0:
+            self.done.set()
+            if self._on_done is not None:
+                self._on_done(self)
+
+
+class Publisher:
+    """Publishes with confirms over one connection. Lives on the I/O thread, opens its connection when first used.
+
+    A publication that was written but not confirmed when the connection broke is published again, so it may arrive
+    twice under one message id, and never not at all.
+    """
+
+    def __init__(
+        self,
+        io: IOThread,
+        parameters: Sequence[pika.connection.Parameters],
+        declarations_for: Callable[[Need], list[Declaration]],
+        explain_refusal: Callable[[Need, str], str],
+    ) -> None:
+        self._io = io
+        self._explain_refusal = explain_refusal
+        self._declarations_for = declarations_for
+        self._link = Link(io, parameters, "publish", on_up=self._up, on_down=self._down)
+        self._channel: Any = None
+        self._ready = False
+        self._blocked = ""
+        self._tag = 0
+        self._queue: deque[Publication] = deque()
+        self._in_flight: OrderedDict[int, Publication] = OrderedDict()
+        self._declared: set[Need] = set()
+        self._declaring: dict[Need, list[Publication]] = {}
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be published just now, for people; empty when all is well. Thread-safe."""
+        return self._link.trouble or self._blocked
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for its confirm."""
+        return not (self._queue or self._in_flight or self._declaring)
+
+    def submit(self, batch: Batch) -> None:
+        """Publish ``batch``, in order, as soon as it is possible."""
+        self._link.open()
+        self._queue.extend(batch.publications)
+        self._pump()
+
+    def close(self) -> None:
+        """Close the connection politely."""
+        self._link.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no connection any more."""
+        return self._link.connection is None
+
+    def drop_socket(self) -> None:
+        """After a fork: let go of the parent's socket."""
+        self._link.drop_socket()
+
+    # -- the connection and its channel
+
+    def _up(self, connection: SelectConnection) -> None:
+        connection.add_on_connection_blocked_callback(self._io.safely(self._on_blocked))
+        connection.add_on_connection_unblocked_callback(self._io.safely(self._on_unblocked))
+        self._open_channel(connection)
+
+    def _on_blocked(self, _connection: Any, method: Any) -> None:
+        self._blocked = f"RabbitMQ blocks publishers: {getattr(method.method, 'reason', '') or 'resource alarm'}"
+        logger.warning("%s. Messages wait until it ends.", self._blocked, extra={"event": "publisher.blocked"})
+
+    def _on_unblocked(self, _connection: Any, _method: Any) -> None:
+        self._blocked = ""
+        logger.info("RabbitMQ lets publishers publish again.", extra={"event": "publisher.unblocked"})
+        self._pump()
+
+    def _down(self, code: int, text: str) -> None:
+        self._blocked = ""
+        self._channel_lost(code, text)
+
+    def _open_channel(self, connection: SelectConnection) -> None:
+        connection.channel(on_open_callback=self._io.safely(self._channel_open))
+
+    def _channel_open(self, channel: Any) -> None:
+        self._channel = channel
+        self._tag = 0
+        channel.add_on_close_callback(self._io.safely(self._channel_closed))
+        channel.add_on_return_callback(self._io.safely(self._on_return))
+        channel.confirm_delivery(self._io.safely(self._on_confirm), callback=self._io.safely(self._confirms_on))
+
+    def _confirms_on(self, _frame: Any) -> None:
+        self._ready = True
+        self._pump()
+
+    def _channel_closed(self, channel: Any, reason: BaseException) -> None:
+        if channel is not self._channel:
+            return
+        connection = self._link.connection
+        if connection is None or not connection.is_open:
+            return  # the connection itself is closing: _down follows
+        code, text = close_reason(reason)
+        self._channel_lost(code, text)
+        self._open_channel(connection)
+
+    def _channel_lost(self, code: int, text: str) -> None:
+        """Line up again what was in flight. After an error of RabbitMQ's it is tried one by one, to find the culprit."""
+        self._channel = None
+        self._ready = False
+        again = list(self._in_flight.values())
+        self._in_flight.clear()
+        blameless = code in BLAMELESS_CODES
+        if code == 404:
+            self._declared.clear()
+        if not blameless and len(again) == 1:
+            self._settle(again.pop(), Impossible(text))
+        for publication in again:
+            publication.suspect = publication.suspect or not blameless
+            publication.returned = False
+        self._queue.extendleft(reversed(again))
+        for need in list(self._declaring):
+            self._queue.extendleft(reversed(self._declaring.pop(need)))
+
+    # -- publishing
+
+    def _pump(self) -> None:
+        while self._ready and self._queue and not self._blocked and len(self._in_flight) < WINDOW:
+            publication = self._queue[0]
+            if self._in_flight and (publication.suspect or next(iter(self._in_flight.values())).suspect):
+                return  # a suspect flies alone
+            self._queue.popleft()
+            if publication.batch is not None and publication.batch.withdrawn:
+                self._settle(publication, PublishError("withdrawn before it was written"))
+                continue
+            missing = next((need for need in publication.needs if need not in self._declared), None)
+            if missing is not None:
+                self._declare(missing, publication)
+            else:
+                self._write(publication)
+
+    def _write(self, publication: Publication) -> None:
+        try:
+            self._channel.basic_publish(
+                publication.exchange,
+                publication.routing_key,
+                publication.body,
+                publication.properties,
+                mandatory=True,
+            )
+        except Exception as error:
+            if not self._channel.is_open:
+                self._queue.appendleft(publication)
+                self._ready = False
+                return
+            self._settle(publication, Impossible(f"{type(error).__name__}: {error}"))
+            return
+        self._tag += 1
+        publication.written = True
+        self._in_flight[self._tag] = publication
+
+    def _on_confirm(self, frame: Any) -> None:
+        method = frame.method
+        nacked = method.NAME == "Basic.Nack"
+        if method.multiple:
+            while self._in_flight and next(iter(self._in_flight)) <= method.delivery_tag:
+                self._confirm(self._in_flight.popitem(last=False)[1], nacked)
+        else:
+            publication = self._in_flight.pop(method.delivery_tag, None)
+            if publication is not None:
+                self._confirm(publication, nacked)
+        if self._queue:
+            self._pump()
+
+    def _confirm(self, publication: Publication, nacked: bool) -> None:
+        if nacked:
+            self._settle(publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit"))
+        elif not publication.returned:
+            self._settle(publication)
+        elif publication.needs and not publication.redeclared:
+            # Somebody deleted the queue. Declare it once more, then it is the caller's error.
+            publication.redeclared, publication.returned = True, False
+            self._declared.difference_update(publication.needs)
+            self._queue.appendleft(publication)
+        else:
+            self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
+
+    def _on_return(self, _channel: Any, method: Any, properties: Any, _body: bytes) -> None:
+        # RabbitMQ returns a message before it confirms it, in order, and without its delivery tag.
+        for publication in self._in_flight.values():
+            if (
+                not publication.returned
+                and publication.routing_key == method.routing_key
+                and publication.exchange == method.exchange
+                and publication.properties.message_id == properties.message_id
+            ):
+                publication.returned = True
+                return
+
+    def _settle(self, publication: Publication, error: PublishError | None = None) -> None:
+        batch, publication.batch = publication.batch, None
+        if batch is not None:
+            batch.settle(publication, error)
+
+    # -- declaring what is missing, on a channel of its own: a refused declaration closes its channel
+
+    def _declare(self, need: Need, publication: Publication) -> None:
+        waiting = self._declaring.get(need)
+        if waiting is not None:
+            waiting.append(publication)
+            return
+        self._declaring[need] = [publication]
+        connection = self._link.connection
+        if connection is not None:
+            declare(
+                self._io,
+                connection,
+                self._declarations_for(need),
+                lambda error: self._declare_done(need, error),
+            )
+
+    def _declare_done(self, need: Need, error: str | None) -> None:
+        waiting = self._declaring.pop(need, [])
+        if error is None:
+            self._declared.add(need)
+            self._queue.extendleft(reversed(waiting))
+        else:
+            for publication in waiting:
+                self._settle(publication, Undeclarable(self._explain_refusal(need, error)))
+        self._pump()
+
+
+def declare(
+    io: IOThread,
+    connection: SelectConnection,
+    declarations: Sequence[Declaration],
+    on_done: Callable[[str | None], None],
+) -> None:
+    """Carry out ``declarations`` one after the other on a channel of their own, then call ``on_done(error)``.
+
+    ``on_done`` is not called when the connection is lost meanwhile: whoever asked asks again on the next one.
+    """
+    steps = deque(declarations)
+    finished = False
+
+    def closed(_channel: Any, reason: BaseException) -> None:
+        nonlocal finished
+        if not finished and connection.is_open:
+            finished = True
+            on_done(close_reason(reason)[1])
+
+    def opened(channel: Any) -> None:
+        channel.add_on_close_callback(io.safely(closed))
+        step(channel)
+
+    def step(channel: Any, _frame: Any = None) -> None:
+        nonlocal finished
+        if steps:
+            declaration = steps.popleft()
+            getattr(channel, declaration.method)(
+                **declaration.arguments, callback=io.safely(lambda frame: step(channel, frame))
+            )
+            return
+        finished = True
+        channel.close()
+        on_done(None)
+
+    connection.channel(on_open_callback=io.safely(opened))

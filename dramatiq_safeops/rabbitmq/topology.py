@@ -1,0 +1,149 @@
+"""PURE: which exchanges and queues exist on RabbitMQ, and with which arguments.
+
+Runs in: every process. Needs: nothing. Data in, declarations out; ``apply`` is the one function that talks to a channel.
+
+    default exchange ─▶ <queue> ─(worker)─▶ safeops.dlx ─▶ <queue>.dlq
+                          ▲                      └ alternate ─▶ safeops.unroutable
+                          │
+    safeops.delay.<step> (fanout) ─▶ safeops.delay.<step> (TTL) ─expired─▶ safeops.delivery ─▶ <queue>
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dramatiq.common import xq_name
+
+from .delays import step_name
+
+DEAD_LETTER_EXCHANGE = "safeops.dlx"
+DELIVERY_EXCHANGE = "safeops.delivery"
+UNROUTABLE = "safeops.unroutable"
+
+#: Never reached, but set: without a limit RabbitMQ 4 destroys a message after 20 returns (so does looking at a dead
+#: letter in the UI), RabbitMQ 3.10 moves a returned message to the tail, and -1 means "unlimited" on one and
+#: "drop after the first delivery" on the other. Crash limits are ours to keep.
+DELIVERY_LIMIT = 100_000
+
+QUEUE_TYPES = ("quorum", "classic")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One call on an AMQP channel: pika's method name and its arguments."""
+
+    method: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> str:
+        """What is declared, for people."""
+        kind, _, _ = self.method.partition("_")
+        return f"{kind} {self.arguments.get('queue') or self.arguments.get('exchange')!r}"
+
+
+def dead_letter_queue(queue_name: str) -> str:
+    """Return the name of the queue that holds the dead letters of ``queue_name``."""
+    return f"{queue_name}.dlq"
+
+
+def topology_for(queue_name: str, queue_type: str = "quorum", *, max_priority: int | None = None) -> list[Declaration]:
+    """Return all that ``queue_name`` needs, in the order in which it must be declared."""
+    dlq = dead_letter_queue(queue_name)
+    return [
+        *_shared(),
+        _queue(dlq, _quorum()),
+        _bind(dlq, DEAD_LETTER_EXCHANGE, queue_name),
+        _queue(queue_name, work_queue_arguments(queue_name, queue_type, max_priority=max_priority)),
+        # How messages come back from the ladder: they keep the queue's name as their routing key.
+        _bind(queue_name, DELIVERY_EXCHANGE, queue_name),
+    ]
+
+
+def delay_step(step_ms: int) -> list[Declaration]:
+    """Return one step of the ladder. It is declared after the queue whose messages wait in it."""
+    name = step_name(step_ms)
+    arguments = {
+        **_quorum(),
+        "x-message-ttl": step_ms,
+        "x-dead-letter-exchange": DELIVERY_EXCHANGE,
+        # Confirmed hand-over from this queue to the next. Without reject-publish RabbitMQ falls back to
+        # at-most-once, and only its log says so.
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }
+    return [
+        *_shared(),
+        Declaration("exchange_declare", {"exchange": name, "exchange_type": "fanout", "durable": True}),
+        _queue(name, arguments),
+        _bind(name, name, ""),
+    ]
+
+
+def work_queue_arguments(queue_name: str, queue_type: str, *, max_priority: int | None = None) -> dict[str, Any]:
+    """Return the arguments of a work queue. ``classic`` is exactly what stock Dramatiq declares."""
+    if queue_type == "classic":
+        arguments: dict[str, Any] = {
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": xq_name(queue_name),
+        }
+        if max_priority is not None:
+            arguments["x-max-priority"] = max_priority
+        return arguments
+    # Workers publish dead letters themselves, confirmed. This route is for who rejects a message by hand in the UI.
+    return {
+        **_quorum(),
+        "x-dead-letter-exchange": DEAD_LETTER_EXCHANGE,
+        "x-dead-letter-routing-key": queue_name,
+    }
+
+
+def apply(declarations: list[Declaration], channel: Any) -> None:
+    """Carry out ``declarations`` on a blocking channel, one by one."""
+    for declaration in declarations:
+        getattr(channel, declaration.method)(**declaration.arguments)
+
+
+def explain_refusal(queue_name: str, queue_type: str, answer: str) -> str:
+    """Say what to do when RabbitMQ refuses to declare a queue: it exists with other arguments."""
+    ways = "use RabbitmqBroker(queue_type='classic'), which fits what stock Dramatiq declared"
+    if queue_type == "classic":
+        ways = "use the queue_type and max_priority that it was declared with"
+    return (
+        f"queue {queue_name!r} cannot be declared as a {queue_type} queue, RabbitMQ answers: {answer};"
+        f" {ways}, or give the actor another queue_name, or delete the queue once it is empty"
+    )
+
+
+def _shared() -> list[Declaration]:
+    """What all queues share. ``safeops.unroutable`` comes first: a dead letter without a route would hang for minutes."""
+    return [
+        Declaration("exchange_declare", {"exchange": UNROUTABLE, "exchange_type": "fanout", "durable": True}),
+        _queue(UNROUTABLE, _quorum()),
+        _bind(UNROUTABLE, UNROUTABLE, ""),
+        *(
+            Declaration(
+                "exchange_declare",
+                {
+                    "exchange": name,
+                    "exchange_type": "direct",
+                    "durable": True,
+                    "arguments": {"alternate-exchange": UNROUTABLE},
+                },
+            )
+            for name in (DEAD_LETTER_EXCHANGE, DELIVERY_EXCHANGE)
+        ),
+    ]
+
+
+def _quorum() -> dict[str, Any]:
+    return {"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}
+
+
+def _queue(name: str, arguments: dict[str, Any]) -> Declaration:
+    return Declaration("queue_declare", {"queue": name, "durable": True, "arguments": arguments})
+
+
+def _bind(queue: str, exchange: str, routing_key: str) -> Declaration:
+    return Declaration("queue_bind", {"queue": queue, "exchange": exchange, "routing_key": routing_key})

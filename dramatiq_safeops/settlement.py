@@ -1,0 +1,139 @@
+"""The two ends of a delivery: whether it goes to a worker thread when it arrives, and what is published about it at last.
+
+Runs in: worker processes: ``admit`` on the I/O thread, ``carry_out`` in any thread. Needs: nothing; never blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING
+
+from .delivery import RETURNED, Delivery
+from .encoder import Unreadable, decode
+from .outcome import Decision, Outcome, Reason, decide
+from .rabbitmq import copies
+from .rabbitmq.consumer import Subscription
+from .rabbitmq.publisher import Publication
+from .signature import misfit
+
+if TYPE_CHECKING:
+    from .broker import RabbitmqBroker
+
+logger = logging.getLogger(__name__)
+
+#: A parked message is looked at again after about a second, later less often, and at least this often: it should run
+#: within seconds once a worker is there that knows it.
+PARK_FIRST_MS = 1_000
+PARK_MOST_MS = 10_000
+PARK_GROWTH = 1.5
+
+
+class Settlement:
+    """Admits and settles the deliveries of one broker. Thread-safe."""
+
+    def __init__(self, broker: RabbitmqBroker) -> None:
+        self._broker = broker
+
+    # -- on arrival
+
+    def admit(self, delivery: Delivery, subscription: Subscription) -> None:
+        """Hand ``delivery`` to the worker threads, or settle it right here. Never raises."""
+        try:
+            decision = self._look_at(delivery)
+        except Exception as error:
+            logger.critical("Unexpected failure on arrival of a message.", exc_info=True)
+            decision = Decision(Outcome.DEAD, Reason.UNREADABLE, f"{type(error).__name__} on arrival")
+        if decision is None:
+            subscription.buffer.put(delivery)
+            return
+        delivery.decision = decision
+        delivery.leave_buffer(RETURNED)
+        self.carry_out(delivery)
+
+    def _look_at(self, delivery: Delivery) -> Decision | None:
+        copies.read_headers(delivery)
+        if copies.next_hop_of(delivery) is not None:
+            return Decision(Outcome.DELAYED)
+        try:
+            message = decode(delivery.body, delivery.queue)
+        except Unreadable as error:
+            return Decision(Outcome.DEAD, Reason.UNREADABLE, str(error))
+        delivery.show(copies.view_of(delivery, message))
+        actor = self._broker.actors.get(message.actor_name)
+        if actor is None:
+            return self._park(delivery, Reason.UNKNOWN_ACTOR, f"no actor {message.actor_name!r} in this worker")
+        detail = misfit(actor, message.args, message.kwargs)
+        if detail is not None:
+            return self._park(delivery, Reason.ARGUMENTS_DO_NOT_FIT, f"actor {message.actor_name!r}: {detail}")
+        return None
+
+    def _park(self, delivery: Delivery, reason: str, detail: str) -> Decision:
+        return park(delivery, reason, detail, limit_ms=self._broker.park_limit)
+
+    # -- at the end
+
+    def carry_out(self, delivery: Delivery) -> None:
+        """Make the outcome of ``delivery`` true at RabbitMQ. Never blocks, never raises."""
+        try:
+            decision = delivery.decision = _final(self._broker, delivery)
+            if decision.outcome is Outcome.STALE:
+                return
+            if decision.outcome is Outcome.RETURNED:
+                self._broker.client.give_back([delivery])
+                return
+            self._broker.client.settle(delivery, self._publications(delivery, decision))
+        except Exception:
+            # Un-acked is safe: RabbitMQ delivers it again when this worker ends.
+            logger.critical(
+                "Message %r cannot be settled and stays un-acked.",
+                delivery.properties.message_id,
+                exc_info=True,
+                extra={"event": "settle.failed", "queue": delivery.queue},
+            )
+
+    def _publications(self, delivery: Delivery, decision: Decision) -> list[Publication]:
+        outcome = decision.outcome
+        if outcome is Outcome.RETRIED:
+            changed = copies.changed_options(delivery, decode)
+            return [*delivery.follow_ups, copies.retry_copy(delivery, decision.delay_ms, changed_options=changed)]
+        if outcome is Outcome.PARKED:
+            return [copies.parked_copy(delivery, decision.delay_ms)]
+        if outcome is Outcome.DELAYED:
+            return [copies.delayed_copy(delivery)]
+        if outcome is Outcome.DEAD:
+            record = self._broker.dead_letters.record(self._broker, delivery, decision)
+            return [*delivery.follow_ups, copies.dead_letter(delivery, record)]
+        return delivery.follow_ups
+
+
+def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> Decision:
+    """Return the decision to park ``delivery``, or to bury it if it has been parked for ``limit_ms`` already."""
+    parks = copies.count_in(delivery.headers, copies.PARKS)
+    waited = copies.count_in(delivery.headers, copies.PARKED_MS)
+    if waited >= limit_ms:
+        return Decision(Outcome.DEAD, reason, f"{detail}, after {parks} parks of {waited / 1000:.0f} s in all")
+    if parks == 0:
+        logger.warning(
+            "Message %r is parked (%s). If no worker can run it within %d seconds, it is a dead letter.",
+            delivery.properties.message_id,
+            detail,
+            limit_ms / 1000,
+            extra={"event": "message.parked", "queue": delivery.queue, "reason": reason},
+        )
+    delay = min(PARK_MOST_MS, PARK_FIRST_MS * PARK_GROWTH ** min(parks, 20)) * random.uniform(0.75, 1.25)
+    return Decision(Outcome.PARKED, reason, detail, min(delay, limit_ms - waited))
+
+
+def _final(broker: RabbitmqBroker, delivery: Delivery) -> Decision:
+    """Return the decision, corrected by what after-hooks did once it was made."""
+    decision = delivery.decision if delivery.decision is not None else decide(delivery)
+    if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED):
+        if delivery.follow_up_error is not None:
+            delivery.failure = broker.dead_letters.describe(delivery.follow_up_error)
+            return Decision(
+                Outcome.DEAD, Reason.FOLLOW_UP_FAILED, "the actor has run, but what follows from it cannot be sent"
+            )
+        if delivery.failed:
+            return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
+    return decision
