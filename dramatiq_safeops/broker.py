@@ -8,6 +8,7 @@ an arriving message goes and carries out what became of it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -47,6 +48,8 @@ DEFAULT_PARK_LIMIT = 3_600_000
 BOOT_PATIENCE_S = 10.0
 #: Seconds that close() waits for what is on its way.
 CLOSE_PATIENCE_S = 5.0
+#: Seconds that the end of a program may wait for its connections to close.
+EXIT_PATIENCE_S = 1.0
 
 
 class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
@@ -366,4 +369,13 @@ def _after_fork() -> None:
             client.forget()
 
 
+def _at_exit() -> None:
+    # RabbitMQ logs a connection that just breaks off as a fault of the client.
+    for broker in list(_brokers):
+        client = broker._client_now
+        if client is not None and client.pid == os.getpid():
+            client.close(EXIT_PATIENCE_S)
+
+
 os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

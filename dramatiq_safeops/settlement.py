@@ -96,13 +96,18 @@ class Settlement:
         outcome = decision.outcome
         if outcome is Outcome.RETRIED:
             changed = copies.changed_options(delivery, decode)
-            return [*delivery.follow_ups, copies.retry_copy(delivery, decision.delay_ms, changed_options=changed)]
+            copy = copies.retry_copy(
+                delivery, decision.delay_ms, changed_options=changed, frame_max=self._broker.client.frame_max
+            )
+            return [*delivery.follow_ups, copy]
         if outcome is Outcome.PARKED:
             return [copies.parked_copy(delivery, decision.delay_ms)]
         if outcome is Outcome.DELAYED:
             return [copies.delayed_copy(delivery)]
         if outcome is Outcome.DEAD:
-            record = self._broker.dead_letters.record(self._broker, delivery, decision)
+            record = self._broker.dead_letters.record(
+                self._broker, delivery, decision, frame_max=self._broker.client.frame_max
+            )
             return [*delivery.follow_ups, copies.dead_letter(delivery, record)]
         return delivery.follow_ups
 

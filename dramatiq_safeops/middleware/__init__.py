@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import dramatiq.middleware
-from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines
+from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines, ShutdownNotifications
 
 from ..options import check_known
 from .age_limit import AgeLimit
@@ -67,6 +67,7 @@ def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
         DeadLetters(**given[DeadLetters]),
         Retries(**given[Retries]),
         AgeLimit(**given[AgeLimit]),
+        ShutdownNotifications(),
         Callbacks(),
         Pipelines(),
         CurrentMessage(),

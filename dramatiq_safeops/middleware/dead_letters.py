@@ -50,7 +50,9 @@ class DeadLetters(Guard):
         """Return what is kept of ``exception``: bounded, masked, without a reference to its frames."""
         return describe_exception(exception, limit=TRACEBACK_LIMIT)
 
-    def record(self, broker: Broker, delivery: Delivery, decision: Decision) -> dict[str, Any]:
+    def record(
+        self, broker: Broker, delivery: Delivery, decision: Decision, *, frame_max: int
+    ) -> dict[str, Any]:
         """Return the headers of the dead letter, and say in the log where it is."""
         actor = delivery.actor_name if delivery.readable else None
         message_id = delivery.message_id if delivery.readable else delivery.properties.message_id
@@ -84,6 +86,7 @@ class DeadLetters(Guard):
             actor=actor,
             message_id=message_id,
             app_version=self.app_version,
+            frame_max=frame_max,
         )
 
     def _max_attempts(self, broker: Broker, delivery: Delivery) -> int:

@@ -45,6 +45,11 @@ class Client:
         """Why nothing can be published just now, for people; empty when all is well."""
         return self._publisher.trouble
 
+    @property
+    def frame_max(self) -> int:
+        """The largest frame that RabbitMQ takes, in bytes: all headers of a message must fit into one."""
+        return self._publisher.frame_max
+
     def publish(self, publications: Sequence[Publication], *, patience_s: float) -> Batch:
         """Publish and wait for the confirms. Gives up when no confirm came for ``patience_s``; the batch says which came."""
         batch = Batch(publications)
@@ -53,6 +58,7 @@ class Client:
         while not batch.done.wait(patience_s):
             if batch.open == open_before or len(publications) == 1:
                 batch.withdraw()
+                self._io.call(self._publisher.forget, batch)
                 break
             open_before = batch.open
         return batch

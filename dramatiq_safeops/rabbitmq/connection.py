@@ -14,6 +14,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ HEARTBEAT_S = 10
 #: workers would come back in the same instant.
 RECONNECT_FIRST_S = 0.2
 RECONNECT_MOST_S = 5.0
+
+#: Seconds before a loop that pika let fall is started again.
+LOOP_PAUSE_S = 0.1
 
 
 class IOThread:
@@ -113,6 +117,7 @@ class IOThread:
             except Exception:
                 # Only pika's own code can get here. Its connections notice broken sockets by themselves.
                 logger.critical("pika's I/O loop failed, it is started again.", exc_info=True, extra={"event": "io.loop"})
+                time.sleep(LOOP_PAUSE_S)  # a fault that stays must not fill the disk with log lines
 
 
 class Link:

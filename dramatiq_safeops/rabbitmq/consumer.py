@@ -28,7 +28,7 @@ from pika.adapters.select_connection import SelectConnection
 from ..delivery import BUFFERED, RETURNED, STALE, Delivery
 from .acks import AckLedger
 from .connection import IOThread, Link, close_reason
-from .publisher import Batch, Publication, Publisher
+from .publisher import Batch, Impossible, Publication, Publisher
 from .topology import Declaration
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 #: tried again: doubling, jittered, up to the second number.
 RETRY_FIRST_S = 0.25
 RETRY_MOST_S = 5.0
+
+#: Seconds before a publish is tried again that costs the channel each time: others publish over it, too.
+IMPOSSIBLE_S = 60.0
 
 
 class DeliveryChannel:
@@ -258,7 +261,7 @@ class Subscription:
             self._io.call_later(pause, self._again, connection)
 
     def _again(self, connection: SelectConnection) -> None:
-        if connection is self._connection and connection.is_open:
+        if connection.is_open and connection is self._connection:
             self.attach(connection)
 
     def _lost(self) -> None:
@@ -347,8 +350,9 @@ class Intake:
         self.subscriptions = [one for one in self.subscriptions if one.unsettled or not one.retired.is_set()]
         self.subscriptions.append(subscription)
         self._link.open()
-        if self._link.connection is not None:
-            subscription.attach(self._link.connection)
+        connection = self._link.connection
+        if connection is not None and connection.is_open:
+            subscription.attach(connection)
 
     def retire(self, subscription: Subscription) -> None:
         """Consume no longer."""
@@ -413,6 +417,8 @@ class Settler:
             channel.ack(delivery.tag)
             return
         pause = min(RETRY_MOST_S, RETRY_FIRST_S * 2 ** min(failures, 10)) * random.uniform(0.5, 1)
+        if any(isinstance(one.error, Impossible) for one in missing):
+            pause = IMPOSSIBLE_S
         logger.error(
             "Message %r stays unsettled: what must be published about it was refused (%s). Trying again in %.1f seconds.",
             delivery.properties.message_id,

@@ -43,6 +43,13 @@ _MANAGED_OPTIONS = frozenset({"retries", "traceback", "requeue_timestamp", "eta"
 #: What other middleware changed in a message's options travels in one header of at most this many bytes.
 OPTIONS_LIMIT = 4096
 
+#: The share of a frame (one part in so many) that a traceback may take: it is text of up to 4 bytes a character.
+TRACEBACK_SHARE = 16
+
+#: Bytes of a producer's own headers that travel on. RabbitMQ closes the connection over headers that do not fit one
+#: frame, and ours come on top.
+FOREIGN_LIMIT = 32_768
+
 #: AMQP's short strings (message id, routing key) hold 255 bytes.
 _SHORT_STRING = 255
 
@@ -78,6 +85,7 @@ def view_of(delivery: Delivery, message: Message[Any]) -> Message[Any]:
             changes = None
         if isinstance(changes, dict):
             options.update(changes)
+            options.pop("eta", None)  # Dramatiq would hold the message in this worker's memory
     if RETRIES not in headers:
         # A stock worker's retry keeps its count in the body.
         delivery.retries = count_in(options, "retries")
@@ -128,7 +136,9 @@ def new_message(message: Message[Any], body: bytes, *, delay_ms: float | None = 
     return _to_step(hop, message.queue_name, body, properties)
 
 
-def retry_copy(delivery: Delivery, delay_ms: float, *, changed_options: Mapping[str, Any]) -> Publication:
+def retry_copy(
+    delivery: Delivery, delay_ms: float, *, changed_options: Mapping[str, Any], frame_max: int
+) -> Publication:
     """Return the copy that runs again as the next attempt, after ``delay_ms``."""
     headers = _state(delivery)
     headers[RETRIES] = delivery.retries + 1
@@ -136,7 +146,7 @@ def retry_copy(delivery: Delivery, delay_ms: float, *, changed_options: Mapping[
     headers.pop(PARKS, None)
     headers.pop(PARKED_MS, None)
     if delivery.failure is not None:
-        headers[TRACEBACK] = delivery.failure.traceback
+        headers[TRACEBACK] = delivery.failure.traceback[-frame_max // TRACEBACK_SHARE :]
     if changed_options:
         text = json.dumps(changed_options, separators=(",", ":"))
         if len(text) <= OPTIONS_LIMIT:
@@ -208,11 +218,18 @@ def _copy_after(delivery: Delivery, headers: dict[str, Any], delay_ms: float) ->
 
 def _state(delivery: Delivery) -> dict[str, Any]:
     """Return the headers that go on travelling: the producer's own, and our state."""
-    headers = {
-        name: value for name, value in delivery.headers.items() if not name.startswith(_BROKER_HEADERS)
-    }
-    headers[FIRST_SEEN] = delivery.first_seen_ms
-    return headers
+    ours: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
+    for name, value in delivery.headers.items():
+        if name.startswith("x-safeops-"):
+            ours[name] = value
+        elif not name.startswith(_BROKER_HEADERS):
+            foreign[name] = value
+    if foreign and not _encodable(foreign, FOREIGN_LIMIT):
+        foreign = {}
+    if not _encodable(ours, FOREIGN_LIMIT):
+        ours = {}  # somebody plays with us
+    return {**foreign, **ours, FIRST_SEEN: delivery.first_seen_ms}
 
 
 def _properties(delivery: Delivery, headers: dict[str, Any]) -> pika.BasicProperties:
@@ -241,6 +258,13 @@ def _to_queue(queue_name: str, body: bytes, properties: pika.BasicProperties) ->
 def _to_step(hop: Hop, queue_name: str, body: bytes, properties: pika.BasicProperties) -> Publication:
     needs: list[Need] = [("queue", queue_name), ("delay", hop.step_ms)]
     return Publication(step_name(hop.step_ms), queue_name, body, properties, needs=needs)
+
+
+def _encodable(headers: dict[str, Any], limit: int) -> bool:
+    try:
+        return int(pika.data.encode_table([], headers)) <= limit
+    except Exception:
+        return False
 
 
 def _fits_json(value: object) -> bool:

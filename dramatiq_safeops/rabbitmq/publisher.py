@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 #: memory is spent (measured: 500 is within 10 % of the best rate).
 WINDOW = 1000
 
+#: What RabbitMQ and pika agree on unless told otherwise.
+DEFAULT_FRAME_MAX = 131_072
+
 #: AMQP's codes after which no message is to blame: lost without a word, closed by us, server shut down, exchange
 #: deleted, and an internal error (RabbitMQ 3.10 has one when a queue was made anew with another type).
 BLAMELESS_CODES = frozenset({0, 200, 320, 404, 541})
@@ -153,6 +156,19 @@ class Publisher:
         self._link.open()
         self._queue.extend(batch.publications)
         self._pump()
+
+    def forget(self, batch: Batch) -> None:
+        """Drop what is left of a withdrawn batch: without a connection it would stay in memory for good."""
+        self._queue = deque(one for one in self._queue if one.batch is not batch)
+        for waiting in self._declaring.values():
+            waiting[:] = [one for one in waiting if one.batch is not batch]
+
+    @property
+    def frame_max(self) -> int:
+        """The largest frame that RabbitMQ takes, in bytes: all headers of a message must fit into one. Thread-safe."""
+        connection = self._link.connection
+        agreed = 0 if connection is None else int(connection.params.frame_max)
+        return agreed if agreed > 0 else DEFAULT_FRAME_MAX
 
     def close(self) -> None:
         """Close the connection politely."""
