@@ -207,10 +207,11 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         """Run before-hooks as Dramatiq does, but a guard that breaks never lets the actor run."""
         if signal == "process_message":
             self._processing.before(args[0])
-        elif signal == "worker_boot":
-            self._check_boot(args[0])
+        elif signal not in ("ack", "nack"):
+            if signal == "worker_boot":
+                self._check_boot(args[0])
             super().emit_before(signal, *args, **kwargs)
-        elif signal not in ("ack", "nack") or _concerns_hooks(args[0]):
+        elif self._processing.hooks_of(f"before_{signal}") and _concerns_hooks(args[0]):
             super().emit_before(signal, *args, **kwargs)
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
@@ -219,7 +220,9 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             self._processing.after(args[0], **kwargs)
         elif signal == "skip_message":
             self._processing.after_skip(args[0])
-        elif signal not in ("ack", "nack") or _concerns_hooks(args[0]):
+        elif signal not in ("ack", "nack"):
+            super().emit_after(signal, *args, **kwargs)
+        elif self._processing.hooks_of(f"after_{signal}") and _concerns_hooks(args[0]):
             super().emit_after(signal, *args, **kwargs)
 
     # -- consuming
@@ -353,9 +356,9 @@ def _with_eta(message: Message[Any], delay: float | None) -> Message[Any]:
     return message.copy(options={"eta": current_millis() + delay})
 
 
-def _concerns_hooks(message: Any) -> bool:
-    decision = getattr(message, "decision", None)
-    return decision is None or decision.counts_for_hooks
+def _concerns_hooks(delivery: Delivery) -> bool:
+    """Whether the ack hooks are told: not of a park, which is no end. Unknown before the decision is made."""
+    return delivery.decision is None or delivery.decision.counts_for_hooks
 
 
 _brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()

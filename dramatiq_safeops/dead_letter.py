@@ -185,8 +185,8 @@ def _message_of(exc: BaseException) -> str:
 
 def _traceback_of(exc: BaseException, limit: int) -> str:
     report = traceback.TracebackException(type(exc), exc, _from_the_actor(exc.__traceback__), compact=True)
-    whole = "".join(report.format())
-    ending = "".join(report.format_exception_only())
+    whole = "".join(report.format()).removesuffix("\n")
+    ending = "".join(report.format_exception_only()).removesuffix("\n")
     # A group ends with its members and not with itself.
     frames = whole.removesuffix(ending)
     ending = whole[len(frames) :]
@@ -235,12 +235,11 @@ def _keep_start(text: str, most_bytes: int, *, missing: int = 0) -> str:
     data = text.encode()
     if not missing and len(data) <= most_bytes:
         return text
-    room = most_bytes - len(f" [{missing + len(text)} characters cut]\n")
+    room = most_bytes - len(f" [{missing + len(text)} characters cut]")
     if room <= 0:
         return data[: max(most_bytes, 0)].decode(errors="ignore")
     kept = data[:room].decode(errors="ignore")
-    end = "\n" if text.endswith("\n") else ""
-    return f"{kept} [{missing + len(text) - len(kept)} characters cut]{end}"
+    return f"{kept} [{missing + len(text) - len(kept)} characters cut]"
 
 
 def _keep_end(text: str, most_bytes: int, *, missing: int = 0) -> str:

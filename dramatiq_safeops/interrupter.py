@@ -169,7 +169,7 @@ class Interrupter:
         self._thread: threading.Thread | None = None
         # A SimpleQueue and not a Condition: its put() is one step in C, so that a body that is struck while it wakes
         # the thread leaves no lock behind.
-        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake_ups: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._wakes_at = math.inf
 
     def watch(
@@ -303,7 +303,7 @@ class Interrupter:
     def _wake_before(self, at: float) -> None:
         # With the usual limit of minutes the thread plans to wake up long before a new deadline, and this is all.
         if at < self._wakes_at:
-            self._wake_ups.put(None)
+            self._wake_ups.put(at)
 
     def _start(self) -> None:
         with self._starting:
@@ -313,6 +313,7 @@ class Interrupter:
                 self._thread = thread
 
     def _run(self) -> None:
+        asked_for = math.inf
         while True:
             # Whatever is armed from here on wakes us, until the next plan is made. See Watch.arm.
             self._wakes_at = math.inf
@@ -324,11 +325,19 @@ class Interrupter:
                     extra={"event": "time_limit.failed"},
                 )
                 again_at = self.now() + 1
-            self._wakes_at = again_at
-            with suppress(queue.Empty):
-                self._wake_ups.get(timeout=min(max(again_at - self.now(), 0), LONGEST_WAIT_S))
-                while True:  # one look answers all that have called meanwhile
-                    self._wake_ups.get_nowait()
+            # The body that woke us has often ended by now. Its deadline stays our plan all the same: with none, each
+            # short body would wake us anew.
+            self._wakes_at = min(again_at, asked_for)
+            asked_for = self._wait_until(self._wakes_at)
+
+    def _wait_until(self, at: float) -> float:
+        """Wait until ``at`` or until somebody asks for an earlier look; return for when."""
+        asked_for = math.inf
+        with suppress(queue.Empty):
+            asked_for = self._wake_ups.get(timeout=min(max(at - self.now(), 0), LONGEST_WAIT_S))
+            while True:  # one look answers all who have asked meanwhile
+                asked_for = min(asked_for, self._wake_ups.get_nowait())
+        return asked_for
 
     def _after_fork_in_child(self) -> None:
         """Forget the parent's threads, with the locks that they may hold."""

@@ -55,7 +55,7 @@ class Processing:
         self._broker = broker
         self._here = _Here()
         self._hooks: dict[str, list[Hook]] = {}
-        self._hooks_for = -1
+        self._hooks_for = -1  # how many middlewares the cached hooks are from
 
     # -- before the actor
 
@@ -64,7 +64,7 @@ class Processing:
         if not delivery.leave_buffer(STARTED):
             delivery.decision = STALE
             raise SkipMessage("its channel is gone, RabbitMQ delivers it again")
-        for middleware, hook in self._hooks_of("before_process_message"):
+        for middleware, hook in self.hooks_of("before_process_message"):
             try:
                 hook(self._broker, delivery)
             except MiddlewareError:
@@ -122,7 +122,7 @@ class Processing:
     def _run_after_hooks(self, signal: str, delivery: Delivery, **kwargs: Any) -> None:
         here = self._here
         here.delivery = delivery  # from now on enqueue() collects, until carry_out()
-        for middleware, hook in reversed(self._hooks_of(signal)):
+        for middleware, hook in self.hooks_of(signal):
             here.kind = type(middleware).__name__
             try:
                 hook(self._broker, delivery, **kwargs)
@@ -178,18 +178,24 @@ class Processing:
     def _dead_letters(self) -> DeadLetters:
         return self._broker.dead_letters
 
-    def _hooks_of(self, signal: str) -> list[Hook]:
-        """Return the middlewares that implement ``signal``, in order: most implement few of the many."""
+    def hooks_of(self, signal: str) -> list[Hook]:
+        """Return the middlewares that implement ``signal``, in the order in which they are called.
+
+        Most implement few of the many hooks, and asking all of them costs more than the rest of a short message.
+        """
         if self._hooks_for != len(self._broker.middleware):
             self._hooks, self._hooks_for = {}, len(self._broker.middleware)
         hooks = self._hooks.get(signal)
         if hooks is None:
             default = getattr(Middleware, signal)
-            hooks = self._hooks[signal] = [
+            hooks = [
                 (middleware, getattr(middleware, signal))
                 for middleware in self._broker.middleware
                 if getattr(type(middleware), signal, None) is not default
             ]
+            if signal.startswith("after_"):
+                hooks.reverse()
+            self._hooks[signal] = hooks
         return hooks
 
 

@@ -63,16 +63,11 @@ class DeliveryChannel:
         self.retiring = False
 
     def on_message(self, _channel: Any, method: Any, properties: Any, body: bytes) -> None:
-        """Take one delivery and let the broker decide where it goes."""
-        delivery = Delivery(
-            self,
-            method.delivery_tag,
-            queue=self._queue_name,
-            body=body,
-            properties=properties,
-            redelivered=method.redelivered,
+        """Take one delivery and let the broker decide where it goes, which never raises."""
+        tag = method.delivery_tag
+        delivery = self.deliveries[tag] = Delivery(
+            self, tag, queue=self._queue_name, body=body, properties=properties, redelivered=method.redelivered
         )
-        self.deliveries[delivery.tag] = delivery
         self._admit(delivery)
 
     def ack(self, tag: int) -> None:
@@ -218,7 +213,7 @@ class Subscription:
         amqp.add_on_cancel_callback(self._io.safely(self._cancelled_by_server))
         self._consumer_tag = amqp.basic_consume(
             self.queue_name,
-            on_message_callback=self._io.safely(channel.on_message),
+            on_message_callback=channel.on_message,
             callback=self._io.safely(self._attached),
         )
 
