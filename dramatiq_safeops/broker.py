@@ -28,6 +28,7 @@ from . import outgoing
 from .boot import check_stack, known_options
 from .delivery import Delivery
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
+from .masking import mask
 from .middleware import DeadLetters, Guard, safe_stack
 from .options import check_above_zero, check_number, check_one_of
 from .processing import Processing
@@ -114,8 +115,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         except ConfigError as error:
             refuse(str(error))
         except (ValueError, TypeError, RuntimeError) as error:
-            # pika's and Dramatiq's words about a URL or a parameter; they never show the URL.
-            refuse(f"RabbitmqBroker cannot be made of these parameters: {error}")
+            refuse(mask(f"RabbitmqBroker cannot be made of these parameters: {error}"))
         self.queue_type = queue_type
         self.park_limit = park_limit
         self.actor_options = known_options(self.actor_options)
@@ -186,7 +186,9 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         self.emit_after("enqueue", message, delay)
         return message
 
-    def send_many(self, messages: Sequence[Message[Any]], *, delay: float | None = None) -> list[Message[Any]]:
+    def send_many(
+        self, messages: Sequence[Message[Any]], *, delay: float | None = None
+    ) -> list[Message[Any]]:
         """Send many messages with few round trips. Returns once RabbitMQ has confirmed all of them.
 
         Raises: as ``enqueue``. The error's ``unconfirmed`` holds exactly the messages that were not confirmed. The time

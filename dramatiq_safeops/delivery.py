@@ -71,6 +71,7 @@ class Delivery(MessageProxy):
         self.redelivered = redelivered
         self.headers: Mapping[str, Any] = properties.headers if properties.headers is not None else {}
         self.retries = 0
+        self.ran = False
         self.first_seen_ms = 0
         self.turned_away: Decision | None = None
         self.decision: Decision | None = None
@@ -100,6 +101,11 @@ class Delivery(MessageProxy):
     def attempt(self) -> int:
         """The number of this attempt, from 1."""
         return self.retries + 1
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts have been made: this one counts once the actor has run."""
+        return self.retries + int(self.ran)
 
     @property
     def delivery_count(self) -> int:

@@ -89,7 +89,7 @@ def refuse(sentence: str, *, exit_code: int = EXIT_REFUSED) -> NoReturn:
 
 def leave(sentence: str, exit_code: int) -> NoReturn:
     """Print ``sentence`` and end this process with ``exit_code``, whatever threads others have started."""
-    print(f"dramatiq-safeops: {sentence}", file=sys.stderr, flush=True)  # noqa: T20 - the only output of a refused start
+    print(f"dramatiq-safeops: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - the only output of a refused start
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     if others and under_dramatiq_command():
         # SystemExit would wait for these threads, and nobody is going to stop them any more.

@@ -9,6 +9,9 @@ own loop, where it loses the message or kills the thread. So each run of a body 
 * Whether a run is interrupted or ends by itself is decided once, by one atomic step. Whoever is second does nothing.
 * A body that lost this race does not leave before the exception was raised, and then takes back what has not landed.
 
+What this cannot do: end a call into C; and an exception that lands in a finalizer (``__del__``, a weak reference's
+callback) is swallowed by Python. A body that goes on for either reason is reported.
+
 No lock is ever held by the thread that may be struck, for a lock taken there could stay taken.
 
 Emits:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from dramatiq import Actor
 
 
-def option_of(name: str, message_options: Mapping[str, Any], actor: Actor[..., Any] | None, default: Any) -> Any:
+def option_of(
+    name: str, message_options: Mapping[str, Any], actor: Actor[..., Any] | None, default: Any
+) -> Any:
     """Return the option set closest to the message: message, then actor, then ``default``.
 
     Only ``None`` counts as unset, so that ``0`` and ``False`` can switch things off.
@@ -30,7 +32,9 @@ def option_of(name: str, message_options: Mapping[str, Any], actor: Actor[..., A
     return default
 
 
-def number_of(name: str, message_options: Mapping[str, Any], actor: Actor[..., Any] | None, default: float) -> float:
+def number_of(
+    name: str, message_options: Mapping[str, Any], actor: Actor[..., Any] | None, default: float
+) -> float:
     """Like ``option_of`` for numbers that a message may carry: what is no number of at least 0 counts as unset.
 
     A message's options come from outside and must not be able to break a worker; an actor's were checked when it was
@@ -62,7 +66,9 @@ def check_above_zero(name: str, value: object) -> None:
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ConfigError`` unless ``value`` is one of ``allowed``, and suggest the likely one."""
     if value not in allowed:
-        raise ConfigError(f"expected {name} to be one of {sorted(allowed)}, got {value!r}{did_you_mean(value, allowed)}")
+        raise ConfigError(
+            f"expected {name} to be one of {sorted(allowed)}, got {value!r}{did_you_mean(value, allowed)}"
+        )
 
 
 def check_known(where: str, names: Collection[str], known: Collection[str]) -> None:

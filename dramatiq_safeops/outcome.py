@@ -29,7 +29,9 @@ class Outcome(str, Enum):
     DONE = "done"  # follow-ups confirmed, then acked
     SKIPPED = "skipped"  # a middleware of the user's said "not this one": acked
     RETRIED = "retried"  # an attempt is charged: a copy into the ladder, confirmed, then acked
-    PARKED = "parked"  # not yet for this worker, nothing charged: a copy into the ladder, confirmed, then acked
+    PARKED = (
+        "parked"  # not yet for this worker, nothing charged: a copy into the ladder, confirmed, then acked
+    )
     DELAYED = "delayed"  # came out of the ladder before it was due: the next step, confirmed, then acked
     DEAD = "dead"  # the dead letter and its follow-ups confirmed, then acked
     RETURNED = "returned"  # back to its queue at once, nothing charged
@@ -132,9 +134,13 @@ def _failed(
     if isinstance(exception, PermanentError) or (policy.throws and isinstance(exception, policy.throws)):
         return Decision(Outcome.DEAD, Reason.PERMANENT_ERROR, f"{name} is never retried")
     if retries >= policy.max_retries:
-        return Decision(Outcome.DEAD, Reason.RETRIES_EXHAUSTED, f"failed {_times(retries + 1)}, the last time with {name}")
+        return Decision(
+            Outcome.DEAD, Reason.RETRIES_EXHAUSTED, f"failed {_times(retries + 1)}, the last time with {name}"
+        )
     if policy.retry_when is not None and not policy.retry_when(retries, exception):
-        return Decision(Outcome.DEAD, Reason.RETRIES_EXHAUSTED, f"retry_when refused another attempt after {name}")
+        return Decision(
+            Outcome.DEAD, Reason.RETRIES_EXHAUSTED, f"retry_when refused another attempt after {name}"
+        )
     if isinstance(exception, Retry) and exception.delay is not None:
         return Decision(Outcome.RETRIED, name, "the actor asked for this delay", max(exception.delay, 0))
     return Decision(Outcome.RETRIED, name, f"failed {_times(retries + 1)}", policy.backoff(retries, jitter))

@@ -27,7 +27,9 @@ def send(client: Client, messages: Sequence[Message[Any]], *, delay: float | Non
     """
     publications = [new_message(message, encode(message), delay_ms=delay) for message in messages]
     client.publish(publications, patience_s=patience_s)
-    missing = [(message, one) for message, one in zip(messages, publications, strict=True) if not one.confirmed]
+    missing = [
+        (message, one) for message, one in zip(messages, publications, strict=True) if not one.confirmed
+    ]
     if missing:
         raise _error(client, missing, total=len(messages), patience_s=patience_s)
 
@@ -43,9 +45,13 @@ def _error(
     if isinstance(error, Unroutable):
         return QueueNotFound(f"{what} not sent: {error}")
     if isinstance(error, Refused):
-        return QueueFull(f"{what} not sent: {error}; send later, or raise the limit of the queue", unconfirmed)
+        return QueueFull(
+            f"{what} not sent: {error}; send later, or raise the limit of the queue", unconfirmed
+        )
     if isinstance(error, Impossible):
         return SendRefused(f"{what} not sent, RabbitMQ refuses it: {error}", unconfirmed)
     why = client.publishing_trouble or "RabbitMQ did not confirm in time"
     fate = "may or may not have arrived" if any(one.written for _, one in missing) else "was not sent"
-    return SendUncertain(f"{what} {fate} within {patience_s:g} s ({why}); enqueue it again, the id stays", unconfirmed)
+    return SendUncertain(
+        f"{what} {fate} within {patience_s:g} s ({why}); enqueue it again, the id stays", unconfirmed
+    )

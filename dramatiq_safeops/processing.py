@@ -70,7 +70,9 @@ class Processing:
             except MiddlewareError:
                 raise
             except Exception as error:
-                logger.critical("Unexpected failure in before_process_message of %r.", middleware, exc_info=True)
+                logger.critical(
+                    "Unexpected failure in before_process_message of %r.", middleware, exc_info=True
+                )
                 if isinstance(middleware, Guard):
                     self._turn_away(delivery, middleware, error)
 
@@ -83,15 +85,20 @@ class Processing:
 
     # -- after the actor
 
-    def after(self, delivery: Delivery, *, result: Any = None, exception: BaseException | None = None) -> None:
+    def after(
+        self, delivery: Delivery, *, result: Any = None, exception: BaseException | None = None
+    ) -> None:
         """Decide what becomes of ``delivery``, then run the after-hooks. Never raises."""
+        delivery.ran = not delivery.failed  # Dramatiq comes here also for what a before-hook has failed
         try:
             policy = NO_RETRIES if exception is None else self._policy_for(delivery)
             delivery.decision = decide(delivery, exception=exception, policy=policy)
             if exception is not None:
                 self._note_failure(delivery, exception, delivery.decision)
         except Exception as error:
-            logger.critical("The outcome of message %r could not be decided.", delivery.message_id, exc_info=True)
+            logger.critical(
+                "The outcome of message %r could not be decided.", delivery.message_id, exc_info=True
+            )
             detail = f"deciding what becomes of it failed with {type(error).__name__}"
             delivery.decision = Decision(Outcome.DEAD, Reason.GUARD_FAILED, detail)
             delivery.fail()

@@ -62,10 +62,14 @@ class Settlement:
         delivery.show(copies.view_of(delivery, message))
         actor = self._broker.actors.get(message.actor_name)
         if actor is None:
-            return self._park(delivery, Reason.UNKNOWN_ACTOR, f"no actor {message.actor_name!r} in this worker")
+            return self._park(
+                delivery, Reason.UNKNOWN_ACTOR, f"no actor {message.actor_name!r} in this worker"
+            )
         detail = misfit(actor, message.args, message.kwargs)
         if detail is not None:
-            return self._park(delivery, Reason.ARGUMENTS_DO_NOT_FIT, f"actor {message.actor_name!r}: {detail}")
+            return self._park(
+                delivery, Reason.ARGUMENTS_DO_NOT_FIT, f"actor {message.actor_name!r}: {detail}"
+            )
         return None
 
     def _park(self, delivery: Delivery, reason: str, detail: str) -> Decision:
@@ -117,7 +121,9 @@ def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> De
     parks = copies.count_in(delivery.headers, copies.PARKS)
     waited = copies.count_in(delivery.headers, copies.PARKED_MS)
     if waited >= limit_ms:
-        return Decision(Outcome.DEAD, reason, f"{detail}, after {parks} parks of {waited / 1000:.0f} s in all")
+        return Decision(
+            Outcome.DEAD, reason, f"{detail}, after {parks} parks of {waited / 1000:.0f} s in all"
+        )
     if parks == 0:
         logger.warning(
             "Message %r is parked (%s). If no worker can run it within %d seconds, it is a dead letter.",
@@ -137,7 +143,9 @@ def _final(broker: RabbitmqBroker, delivery: Delivery) -> Decision:
         if delivery.follow_up_error is not None:
             delivery.failure = broker.dead_letters.describe(delivery.follow_up_error)
             return Decision(
-                Outcome.DEAD, Reason.FOLLOW_UP_FAILED, "the actor has run, but what follows from it cannot be sent"
+                Outcome.DEAD,
+                Reason.FOLLOW_UP_FAILED,
+                "the actor has run, but what follows from it cannot be sent",
             )
         if delivery.failed:
             return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")

@@ -68,15 +68,14 @@ class DeadLetters(Guard):
                 "queue": delivery.queue,
                 "actor": actor,
                 "reason": decision.reason,
-                "attempts": delivery.attempt,
+                "attempts": delivery.attempts,
             },
         )
-        ran = delivery.failure is not None and actor is not None
         return dead_letter_headers(
             reason=decision.reason,
             detail=decision.detail,
             exception=delivery.failure,
-            attempts=delivery.attempt if ran else delivery.retries,
+            attempts=delivery.attempts,
             max_attempts=self._max_attempts(broker, delivery) if actor in broker.actors else None,
             parks=copies.count_in(delivery.headers, copies.PARKS),
             first_seen_ms=delivery.first_seen_ms,

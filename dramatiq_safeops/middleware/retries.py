@@ -112,7 +112,11 @@ class Retries(Guard, dramatiq.middleware.Retries):
                 "Retrying message %r in %d milliseconds.",
                 message.message_id,
                 decision.delay_ms,
-                extra={"event": "retries.retry", "delay_ms": decision.delay_ms, "asked": isinstance(exception, Retry)},
+                extra={
+                    "event": "retries.retry",
+                    "delay_ms": decision.delay_ms,
+                    "asked": isinstance(exception, Retry),
+                },
             )
         elif decision.reason == Reason.RETRIES_EXHAUSTED:
             self._tell_exhausted(broker, message)
@@ -122,7 +126,9 @@ class Retries(Guard, dramatiq.middleware.Retries):
         if target is not None:
             policy = self.policy_for(broker, message)
             retries = message.retries
-            broker.get_actor(target).send(message.asdict(), {"retries": retries, "max_retries": policy.max_retries})
+            broker.get_actor(target).send(
+                message.asdict(), {"retries": retries, "max_retries": policy.max_retries}
+            )
 
 
 def _check_max_retries(name: str, value: object) -> None:
@@ -146,7 +152,9 @@ def _asked_safely(predicate: Callable[[int, BaseException], bool]) -> Callable[[
         try:
             return bool(predicate(retries, exception))
         except Exception:
-            logger.exception("retry_when failed, so the message is retried.", extra={"event": "retries.predicate"})
+            logger.exception(
+                "retry_when failed, so the message is retried.", extra={"event": "retries.predicate"}
+            )
             return True
 
     return asked

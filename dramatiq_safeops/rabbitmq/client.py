@@ -68,7 +68,11 @@ class Client:
     ) -> Subscription:
         """Consume ``queue_name`` from now on. Returns at once; deliveries come as soon as there is a connection."""
         subscription = Subscription(
-            self._io, queue_name, prefetch, declarations=self._declarations_for(("queue", queue_name)), admit=admit
+            self._io,
+            queue_name,
+            prefetch,
+            declarations=self._declarations_for(("queue", queue_name)),
+            admit=admit,
         )
         self._io.call(self._intake.add, subscription)
         return subscription

@@ -90,7 +90,9 @@ class IOThread:
             function(*arguments)
         except Exception:
             logger.critical(
-                "Unexpected failure on the I/O thread, it goes on.", exc_info=True, extra={"event": "io.failure"}
+                "Unexpected failure on the I/O thread, it goes on.",
+                exc_info=True,
+                extra={"event": "io.failure"},
             )
 
     def safely(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -116,7 +118,9 @@ class IOThread:
                 self._loop.start()
             except Exception:
                 # Only pika's own code can get here. Its connections notice broken sockets by themselves.
-                logger.critical("pika's I/O loop failed, it is started again.", exc_info=True, extra={"event": "io.loop"})
+                logger.critical(
+                    "pika's I/O loop failed, it is started again.", exc_info=True, extra={"event": "io.loop"}
+                )
                 time.sleep(LOOP_PAUSE_S)  # a fault that stays must not fill the disk with log lines
 
 
@@ -316,7 +320,8 @@ def explain(error: BaseException, parameters: Sequence[pika.connection.Parameter
 def is_final(error: BaseException) -> bool:
     """Tell whether trying again cannot help: wrong login, missing vhost, wrong protocol or host."""
     return any(
-        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in (403, 530) for cause in _causes(error)
+        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in (403, 530)
+        for cause in _causes(error)
     )
 
 
@@ -329,6 +334,12 @@ def _causes(error: BaseException) -> list[BaseException]:
         if one in found:
             continue
         found.append(one)
-        inner = [*getattr(one, "exceptions", ()), getattr(one, "exception", None), one.__cause__, one.__context__, *one.args]
+        inner = [
+            *getattr(one, "exceptions", ()),
+            getattr(one, "exception", None),
+            one.__cause__,
+            one.__context__,
+            *one.args,
+        ]
         waiting.extend(cause for cause in inner if isinstance(cause, BaseException))
     return found

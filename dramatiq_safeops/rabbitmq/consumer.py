@@ -48,7 +48,9 @@ IMPOSSIBLE_S = 60.0
 class DeliveryChannel:
     """One AMQP channel and all that was delivered over it. When it is gone, so are its tags."""
 
-    def __init__(self, io: IOThread, channel: Any, queue_name: str, admit: Callable[[Delivery], None]) -> None:
+    def __init__(
+        self, io: IOThread, channel: Any, queue_name: str, admit: Callable[[Delivery], None]
+    ) -> None:
         self._io = io
         self._channel = channel
         self._queue_name = queue_name
@@ -66,7 +68,12 @@ class DeliveryChannel:
         """Take one delivery and let the broker decide where it goes, which never raises."""
         tag = method.delivery_tag
         delivery = self.deliveries[tag] = Delivery(
-            self, tag, queue=self._queue_name, body=body, properties=properties, redelivered=method.redelivered
+            self,
+            tag,
+            queue=self._queue_name,
+            body=body,
+            properties=properties,
+            redelivered=method.redelivered,
         )
         self._admit(delivery)
 
@@ -208,7 +215,9 @@ class Subscription:
         if self._retiring:
             amqp.close()
             return
-        channel = DeliveryChannel(self._io, amqp, self.queue_name, lambda delivery: self._admit(delivery, self))
+        channel = DeliveryChannel(
+            self._io, amqp, self.queue_name, lambda delivery: self._admit(delivery, self)
+        )
         self._channel = channel
         amqp.add_on_cancel_callback(self._io.safely(self._cancelled_by_server))
         self._consumer_tag = amqp.basic_consume(

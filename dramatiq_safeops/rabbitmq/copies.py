@@ -104,7 +104,9 @@ def next_hop_of(delivery: Delivery) -> Hop | None:
     """Return the next hop of a delivery that came out of the delay ladder too early, or None if it is due."""
     if DUE not in delivery.headers:
         return None
-    return next_hop(due_ms=count_in(delivery.headers, DUE), left_ms=count_in(delivery.headers, LEFT), now_ms=now_ms())
+    return next_hop(
+        due_ms=count_in(delivery.headers, DUE), left_ms=count_in(delivery.headers, LEFT), now_ms=now_ms()
+    )
 
 
 def count_in(headers: Mapping[str, Any], name: str) -> int:

@@ -9,7 +9,7 @@ messages from the head only, so a queue must not mix delays.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 
 #: The steps in milliseconds: at most 1.25 times the one before up to 10 minutes, then about doubling up to 12 hours.
@@ -60,8 +60,16 @@ def next_hop(*, due_ms: int, left_ms: int, now_ms: int) -> Hop | None:
 
 
 def step_for(delay_ms: float) -> int:
-    """Return the largest step that is not longer than ``delay_ms``, or the smallest of all."""
-    return STEPS_MS[max(bisect_right(STEPS_MS, delay_ms) - 1, 0)]
+    """Return the largest step that is not longer than ``delay_ms``, so that nothing is early.
+
+    Among the short steps it is the next longer one: what a shorter one left over would wait for the smallest step of all
+    next, and be later.
+    """
+    after = bisect_left(STEPS_MS, delay_ms)
+    if after == len(STEPS_MS):
+        return STEPS_MS[-1]
+    longer, shorter = STEPS_MS[after], STEPS_MS[max(after - 1, 0)]
+    return longer if longer == delay_ms or longer - shorter <= STEPS_MS[0] else shorter
 
 
 def step_name(step_ms: int) -> str:

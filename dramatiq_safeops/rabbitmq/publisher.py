@@ -79,7 +79,9 @@ class Publication:
 class Batch:
     """Publications handed over together. ``done`` is set once each of them is confirmed or has failed for good."""
 
-    def __init__(self, publications: Sequence[Publication], on_done: Callable[[Batch], None] | None = None) -> None:
+    def __init__(
+        self, publications: Sequence[Publication], on_done: Callable[[Batch], None] | None = None
+    ) -> None:
         self.publications = publications
         self.withdrawn = False
         self.done = threading.Event()
@@ -191,8 +193,12 @@ class Publisher:
         self._open_channel(connection)
 
     def _on_blocked(self, _connection: Any, method: Any) -> None:
-        self._blocked = f"RabbitMQ blocks publishers: {getattr(method.method, 'reason', '') or 'resource alarm'}"
-        logger.warning("%s. Messages wait until it ends.", self._blocked, extra={"event": "publisher.blocked"})
+        self._blocked = (
+            f"RabbitMQ blocks publishers: {getattr(method.method, 'reason', '') or 'resource alarm'}"
+        )
+        logger.warning(
+            "%s. Messages wait until it ends.", self._blocked, extra={"event": "publisher.blocked"}
+        )
 
     def _on_unblocked(self, _connection: Any, _method: Any) -> None:
         self._blocked = ""
@@ -211,7 +217,9 @@ class Publisher:
         self._tag = 0
         channel.add_on_close_callback(self._io.safely(self._channel_closed))
         channel.add_on_return_callback(self._io.safely(self._on_return))
-        channel.confirm_delivery(self._io.safely(self._on_confirm), callback=self._io.safely(self._confirms_on))
+        channel.confirm_delivery(
+            self._io.safely(self._on_confirm), callback=self._io.safely(self._confirms_on)
+        )
 
     def _confirms_on(self, _frame: Any) -> None:
         self._ready = True
@@ -297,7 +305,9 @@ class Publisher:
 
     def _confirm(self, publication: Publication, nacked: bool) -> None:
         if nacked:
-            self._settle(publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit"))
+            self._settle(
+                publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit")
+            )
         elif not publication.returned:
             self._settle(publication)
         elif publication.needs and not publication.redeclared:

@@ -48,7 +48,9 @@ def dead_letter_queue(queue_name: str) -> str:
     return f"{queue_name}.dlq"
 
 
-def topology_for(queue_name: str, queue_type: str = "quorum", *, max_priority: int | None = None) -> list[Declaration]:
+def topology_for(
+    queue_name: str, queue_type: str = "quorum", *, max_priority: int | None = None
+) -> list[Declaration]:
     """Return all that ``queue_name`` needs, in the order in which it must be declared."""
     dlq = dead_letter_queue(queue_name)
     return [
@@ -81,7 +83,9 @@ def delay_step(step_ms: int) -> list[Declaration]:
     ]
 
 
-def work_queue_arguments(queue_name: str, queue_type: str, *, max_priority: int | None = None) -> dict[str, Any]:
+def work_queue_arguments(
+    queue_name: str, queue_type: str, *, max_priority: int | None = None
+) -> dict[str, Any]:
     """Return the arguments of a work queue. ``classic`` is exactly what stock Dramatiq declares."""
     if queue_type == "classic":
         arguments: dict[str, Any] = {

@@ -104,7 +104,17 @@ class App:
         log = self.folder / f"worker-{number}.log"
         with log.open("w") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "dramatiq", "app", "-p", str(processes), "-t", str(threads), *arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "dramatiq",
+                    "app",
+                    "-p",
+                    str(processes),
+                    "-t",
+                    str(threads),
+                    *arguments,
+                ],
                 env=self.environment(),
                 cwd=self.folder,
                 stdout=stream,
