@@ -193,16 +193,12 @@ def _traceback_of(exc: BaseException, limit: int) -> str:
 
     # The exception itself first, from its beginning, and at most half of the room: its text may
     # have thousands of lines, and would leave none for the frames.
-    ending = _lines_shortened(ending)
-    seen = ending[: 4 * limit]  # masking takes time, so only of what may be shown
-    ending = _keep_start(mask(seen), limit // 2 if frames else limit, missing=len(ending) - len(seen))
+    lines, missing = _first_lines(ending.split("\n"), 4 * limit)
+    ending = _keep_start(mask("\n".join(lines)), limit // 2 if frames else limit, missing=missing)
 
-    frames = _lines_shortened(frames)
-    seen = frames[-max(8 * limit, 64 * 1024) :]
-    if len(seen) < len(frames):
-        seen = seen[seen.find("\n") + 1 :]  # half a line may be half a secret, without its name
+    lines, missing = _first_lines(frames.split("\n")[::-1], 4 * limit)
     room = limit - len(ending.encode())
-    return _keep_end(mask(seen), room, missing=len(frames) - len(seen)) + ending
+    return _keep_end(mask("\n".join(lines[::-1])), room, missing=missing) + ending
 
 
 def _from_the_actor(first: TracebackType | None) -> TracebackType | None:
@@ -213,11 +209,19 @@ def _from_the_actor(first: TracebackType | None) -> TracebackType | None:
     return first if rest is None else rest
 
 
-def _lines_shortened(text: str) -> str:
-    text = _clean(text)
-    return "\n".join(
-        line if len(line) <= MOST_TEXT_CHARS else _shorten(line, MOST_TEXT_CHARS) for line in text.split("\n")
-    )
+def _first_lines(lines: list[str], most_chars: int) -> tuple[list[str], int]:
+    """Return the first lines, each shortened, and how many characters the others have.
+
+    Masking takes time, so only what may be shown is masked. More lines are given than fit in the
+    end, as they get shorter by it, and as a private key is recognised by its first line only.
+    """
+    first: list[str] = []
+    for line in lines:
+        if most_chars <= 0:
+            break
+        first.append(_clean(line) if len(line) <= MOST_TEXT_CHARS else _shorten(line, MOST_TEXT_CHARS))
+        most_chars -= len(first[-1]) + 1
+    return first, sum(len(line) + 1 for line in lines[len(first) :])
 
 
 def _shorten(text: str, most_chars: int) -> str:
@@ -247,8 +251,6 @@ def _keep_end(text: str, most_bytes: int, *, missing: int = 0) -> str:
     data = text.encode()
     if not missing and len(data) <= most_bytes:
         return text
-    if cut_before := _CUT_BEFORE.match(text):
-        return _keep_end(text[cut_before.end() :], most_bytes, missing=missing + int(cut_before[1]))
     room = most_bytes - len(f"[{missing + len(text)} characters cut]\n")
     if room <= 0:
         return ""
@@ -271,7 +273,9 @@ def _fit(headers: dict[str, str | int], most_bytes: int) -> None:
         if room < _LEAST_BYTES_WORTH_KEEPING:
             del headers[name]
         elif name == "x-safeops-traceback":
-            headers[name] = _keep_end(text, room)
+            cut_before = _CUT_BEFORE.match(text)
+            missing, start = (int(cut_before[1]), cut_before.end()) if cut_before else (0, 0)
+            headers[name] = _keep_end(text[start:], room, missing=missing)
         else:
             headers[name] = _keep_start(text, room)
 

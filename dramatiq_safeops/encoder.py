@@ -30,9 +30,8 @@ from dramatiq.message import get_encoder
 #: json, the look at the others was for nothing.
 MOST_VALUES_LOOKED_AT = 64
 
-# The ranges in which msgspec writes a number with the same characters as json. Beyond, it
-# writes 1e16 for 1e+16 and 0.00001 for 1e-05: equal numbers, but other bytes.
-_LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
+# Where msgspec writes a float with the same characters as json. Beyond, it writes 1e16 for 1e+16
+# and 0.00001 for 1e-05: equal numbers, but other bytes. Integers of any size are written alike.
 _LEAST_FLOAT, _FLOAT_END = 1e-4, 1e16
 
 #: Ids for messages that came without one. Fixed for ever: a redelivery, perhaps to a newer
@@ -144,10 +143,7 @@ def _msgspec_writes_the_same(data: dict[str, Any]) -> bool:
             # json escapes DEL, msgspec does not.
             if not value.isascii() or "\x7f" in value:
                 return False
-        elif kind is int:
-            if not _LEAST_INT <= value <= _GREATEST_INT:
-                return False
-        elif value is None or kind is bool:
+        elif kind is int or value is None or kind is bool:
             pass
         elif kind is dict:
             if len(pending) + 2 * len(value) > MOST_VALUES_LOOKED_AT:

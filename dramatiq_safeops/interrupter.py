@@ -208,16 +208,18 @@ class Interrupter:
         """
         if not CAN_INTERRUPT or self._armed.get(watch.thread_ident) is not watch:
             return False
-        if not watch._decided_for(object()):
-            return False
-        watch.raised = exception
+        me = object()
         try:
+            if not watch._decided_for(me):
+                return False
+            watch.raised = exception
             _set_pending(watch.thread_ident, exception)
         finally:
-            now = self.now()
-            watch._report_at = now + self._report_after
-            # Last, and whatever happens: the body waits for this before it leaves.
-            watch.interrupted_at = now
+            # Whatever happens, here too (a signal handler may raise in the main thread): the body waits for this.
+            if watch._verdict.get("for") is me:
+                now = self.now()
+                watch._report_at = now + self._report_after
+                watch.interrupted_at = now
         self._wake_before(watch._report_at)
         return True
 
