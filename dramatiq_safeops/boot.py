@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-import dramatiq.middleware
 from dramatiq.middleware import Middleware
 
 from .errors import ConfigError, refuse

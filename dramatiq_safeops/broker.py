@@ -209,11 +209,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         """Run before-hooks as Dramatiq does, but a guard that breaks never lets the actor run."""
         if signal == "process_message":
             self._processing.before(args[0])
-        elif signal not in ("ack", "nack"):
-            if signal == "worker_boot":
-                self._check_boot(args[0])
-            super().emit_before(signal, *args, **kwargs)
-        elif self._processing.hooks_of(f"before_{signal}") and _concerns_hooks(args[0]):
+            return
+        if signal == "worker_boot":
+            self._check_boot(args[0])
+        if self._is_told(f"before_{signal}", args):
             super().emit_before(signal, *args, **kwargs)
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
@@ -222,10 +221,15 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             self._processing.after(args[0], **kwargs)
         elif signal == "skip_message":
             self._processing.after_skip(args[0])
-        elif signal not in ("ack", "nack"):
+        elif self._is_told(f"after_{signal}", args):
             super().emit_after(signal, *args, **kwargs)
-        elif self._processing.hooks_of(f"after_{signal}") and _concerns_hooks(args[0]):
-            super().emit_after(signal, *args, **kwargs)
+
+    def _is_told(self, hook: str, args: tuple[Any, ...]) -> bool:
+        """Whether anybody is told of this ack or nack: not of a park, which is no end, and not if nobody listens."""
+        if not hook.endswith("ack"):
+            return True
+        decision = args[0].decision
+        return bool(self._processing.hooks_of(hook)) and (decision is None or decision.counts_for_hooks)
 
     # -- consuming
 
@@ -306,6 +310,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             with admin.connected(self._all_parameters, patience_s=BOOT_PATIENCE_S) as connection:
                 for name in sorted(self.queues):
                     self._declare_on(connection, name)
+                self._declare_ladder_on(connection)
         except ConfigError as error:
             refuse(str(error))
         except ConnectionFailed as error:
@@ -318,6 +323,12 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             admin.declare(connection, self._declarations_for(("queue", queue_name)))
         except admin.RefusedDeclaration as error:
             raise ConfigError(self._explain_refusal(("queue", queue_name), str(error))) from None
+
+    def _declare_ladder_on(self, connection: pika.BlockingConnection) -> None:
+        try:
+            admin.declare(connection, topology.ladder())
+        except admin.RefusedDeclaration as error:
+            raise ConfigError(f"the delay queues cannot be declared, RabbitMQ answers: {error}") from None
 
     # -- for tests of users' apps, as on Dramatiq's broker
 
@@ -356,11 +367,6 @@ def _with_eta(message: Message[Any], delay: float | None) -> Message[Any]:
     if delay is None:
         return message
     return message.copy(options={"eta": current_millis() + delay})
-
-
-def _concerns_hooks(delivery: Delivery) -> bool:
-    """Whether the ack hooks are told: not of a park, which is no end. Unknown before the decision is made."""
-    return delivery.decision is None or delivery.decision.counts_for_hooks
 
 
 _brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()

@@ -1,0 +1,1 @@
+"""The demonstration: servers for people who use containers, and the application in ``app/``."""
