@@ -75,8 +75,9 @@ def find_postgres() -> PostgresBinaries | None:
     for folder in folders:
         initdb, postgres, psql = folder / "initdb", folder / "postgres", folder / "psql"
         if initdb.exists() and postgres.exists():
-            client = psql if psql.exists() else Path(shutil.which("psql") or psql)
-            return PostgresBinaries(initdb, postgres, client)
+            # Some distributions keep the client apart from the server.
+            elsewhere = None if psql.exists() else shutil.which("psql")
+            return PostgresBinaries(initdb, postgres, psql if elsewhere is None else Path(elsewhere))
     return None
 
 
