@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
+import dramatiq.brokers.rabbitmq
 from dramatiq.middleware import Middleware
 
 from .errors import ConfigError, refuse
@@ -38,6 +39,23 @@ def check_stack(middleware: Sequence[Middleware]) -> None:
                 f" {', '.join(ours.__name__ for ours in ORDER)}; safe_stack() returns it"
             )
         last = (rank, kind.__name__)
+
+
+#: What subclasses of Dramatiq's broker override, and what does its work here.
+_OVERRIDES = {
+    "_build_queue_arguments": "queue_type, or a RabbitMQ policy",
+    "_declare_queue": "queue_type, or a RabbitMQ policy",
+    "_declare_dq_queue": "nothing: delayed messages wait in the delay ladder",
+    "_declare_xq_queue": "nothing: dead letters wait in <queue>.dlq",
+    "consumer_class": "a middleware",
+}
+
+
+def check_overrides(kind: type) -> None:
+    """Raise ``ConfigError`` if a subclass overrides what Dramatiq's broker would call and this one never does."""
+    for name, way in _OVERRIDES.items():
+        if getattr(kind, name) is not getattr(dramatiq.brokers.rabbitmq.RabbitmqBroker, name):
+            raise ConfigError(f"{kind.__name__} overrides {name}, which this broker does not call; use {way}")
 
 
 class _KnownOptions(set[str]):

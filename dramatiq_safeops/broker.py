@@ -22,15 +22,15 @@ import pika
 from dramatiq.broker import Consumer as DramatiqConsumer
 from dramatiq.common import current_millis, q_name
 from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
-from dramatiq.middleware import Middleware
+from dramatiq.middleware import Middleware, MiddlewareError
 
 from . import outgoing
-from .boot import check_stack, known_options
+from .boot import check_overrides, check_stack, known_options
 from .delivery import Delivery
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
 from .middleware import DeadLetters, Guard, safe_stack
-from .options import check_above_zero, check_number, check_one_of
+from .options import check_above_zero, check_number, check_one_of, is_number
 from .processing import Processing
 from .rabbitmq import admin, topology
 from .rabbitmq.client import Client
@@ -96,6 +96,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         #: Writes the record of a dead letter; the guard of that name, if the list has one.
         self.dead_letters = DeadLetters()
         try:
+            check_overrides(type(self))
             check_one_of("RabbitmqBroker.queue_type", queue_type, topology.QUEUE_TYPES)
             check_above_zero("RabbitmqBroker.send_timeout", send_timeout)
             check_number("RabbitmqBroker.park_limit", park_limit)
@@ -141,6 +142,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         """
         name = q_name(queue_name)
         if name not in self.queues:
+            if len(topology.dead_letter_queue(name).encode(errors="replace")) > topology.LONGEST_NAME:
+                raise ConfigError(
+                    f"queue name {name[:50]!r}... is too long, at most {topology.LONGEST_NAME - 4} bytes"
+                )
             self.emit_before("declare_queue", name)
             self.queues.add(name)
             self.emit_after("declare_queue", name)
@@ -177,8 +182,8 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             QueueNotFound: no queue takes it, also after its queue was declared again.
             ConfigError: its queue exists with other arguments.
         """
+        message, delay = _canonical(message, delay)
         self.declare_queue(message.queue_name)
-        message = _with_eta(message, delay)
         if self._processing.collecting:
             return self._processing.collect(message, delay)
         self.emit_before("enqueue", message, delay)
@@ -194,7 +199,9 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         Raises: as ``enqueue``. The error's ``unconfirmed`` holds exactly the messages that were not confirmed. The time
         budget starts anew with every confirm.
         """
-        messages = [_with_eta(message, delay) for message in messages]
+        if self._processing.collecting:
+            return [self.enqueue(message, delay=delay) for message in messages]
+        messages = [_canonical(message, delay)[0] for message in messages]
         for message in messages:
             self.declare_queue(message.queue_name)
             self.emit_before("enqueue", message, delay)
@@ -212,8 +219,15 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             return
         if signal == "worker_boot":
             self._check_boot(args[0])
-        if self._is_told(f"before_{signal}", args):
+        if not self._is_told(f"before_{signal}", args):
+            return
+        try:
             super().emit_before(signal, *args, **kwargs)
+        except MiddlewareError:
+            if signal not in ("ack", "nack"):
+                raise
+            # Dramatiq would give up here, and the message would stay un-acked for good.
+            self.logger.critical("Unexpected failure in before_%s.", signal, exc_info=True)
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
         """Run after-hooks as Dramatiq does. The outcome is decided before the first one, and follow-ups are collected."""
@@ -223,6 +237,8 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             self._processing.after_skip(args[0])
         elif self._is_told(f"after_{signal}", args):
             super().emit_after(signal, *args, **kwargs)
+        if signal == "worker_shutdown":
+            self._worker = None
 
     def _is_told(self, hook: str, args: tuple[Any, ...]) -> bool:
         """Whether anybody is told of this ack or nack: not of a park, which is no end, and not if nobody listens."""
@@ -241,14 +257,9 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         """
         name = q_name(queue_name)
         self.declare_queue(name)
-        subscription = self.client.subscribe(name, self._prefetch(prefetch), self._settlement.admit)
-        return Consumer(
-            subscription,
-            timeout_s=timeout / 1000,
-            carry_out=self._carry_out,
-            give_back=self.client.give_back,
-            retire=self.client.retire,
-        )
+        client = self.client
+        subscription = client.subscribe(name, self._prefetch(prefetch), self._settlement.admit)
+        return Consumer(client, subscription, timeout_s=timeout / 1000, carry_out=self._carry_out)
 
     def _prefetch(self, asked: int) -> int:
         worker = self._worker
@@ -269,7 +280,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
                 client = self._client_now
                 if client is None or client.pid != os.getpid():
                     client = self._client_now = Client(
-                        self._all_parameters, self._declarations_for, self._explain_refusal
+                        self._all_parameters,
+                        self._declarations_for,
+                        self._explain_refusal,
+                        self._settlement.instead,
                     )
         return client
 
@@ -308,7 +322,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
                 if isinstance(middleware, Guard):
                     middleware.check_boot(self)
             with admin.connected(self._all_parameters, patience_s=BOOT_PATIENCE_S) as connection:
-                for name in sorted(self.queues):
+                for name in sorted(worker.consumer_whitelist or self.queues):
                     self._declare_on(connection, name)
                 self._declare_ladder_on(connection)
         except ConfigError as error:
@@ -362,11 +376,21 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
                 connection.sleep(idle_time / 1000)
 
 
-def _with_eta(message: Message[Any], delay: float | None) -> Message[Any]:
-    """Note when a delayed message is due, for whoever looks at it. What rules is the ladder."""
-    if delay is None:
-        return message
-    return message.copy(options={"eta": current_millis() + delay})
+def _canonical(message: Message[Any], delay: float | None) -> tuple[Message[Any], float | None]:
+    """Return ``message`` as it is sent, and its delay.
+
+    ``eta`` is a note for whoever looks at it; what rules is the ladder. What stock Dramatiq's ``enqueue(delay=)`` returned
+    names a delay queue, which nobody consumes here, and has its delay in ``eta`` only.
+    """
+    queue_name = q_name(message.queue_name)
+    if queue_name != message.queue_name:
+        eta = message.options.get("eta")
+        if delay is None and is_number(eta):
+            delay = max(eta - current_millis(), 0)
+        message = message.copy(queue_name=queue_name)
+    if delay is not None:
+        message = message.copy(options={"eta": current_millis() + delay})
+    return message, delay
 
 
 _brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()

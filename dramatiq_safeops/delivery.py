@@ -8,7 +8,7 @@ published about this message later (retry, park, dead letter) carries those byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dramatiq.broker import MessageProxy
@@ -35,12 +35,21 @@ class DeliveryChannel(Protocol):
     #: What is being published about deliveries of this channel.
     batches: set[Any]
 
+    @property
+    def frame_max(self) -> int:
+        """The largest frame that RabbitMQ takes, in bytes."""
+        ...
+
     def ack(self, tag: int) -> None:
         """Ack ``tag`` soon. Thread-safe, never blocks."""
         ...
 
-    def give_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Return deliveries to their queue. On the I/O thread."""
+    def settle(self, delivery: Delivery, publications: Sequence[Any]) -> None:
+        """Publish, and ack ``delivery`` once all is confirmed. Thread-safe, never blocks."""
+        ...
+
+    def return_soon(self, deliveries: Sequence[Delivery]) -> None:
+        """Return deliveries to their queue. Thread-safe, never blocks."""
         ...
 
 
@@ -78,6 +87,7 @@ class Delivery(MessageProxy):
         self.failure: ExceptionRecord | None = None
         self.follow_ups: list[Any] = []
         self.follow_up_error: BaseException | None = None
+        self.last_resort = False  # its full dead letter was refused, and the bare one has been tried
         self._word: dict[str, str] = {}
 
     def show(self, message: Message[Any]) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .errors import ConfigError
 
 if TYPE_CHECKING:
     from dramatiq import Actor
+
+
+#: The largest number that an option may be. Beyond it ints and floats part, and AMQP headers hold no more than 64 bits.
+MOST = 2**53
 
 
 def option_of(
@@ -42,24 +46,24 @@ def number_of(
     """
     value: Any = message_options.get(name)
     if is_number(value) and value >= 0:
-        return value  # type: ignore[no-any-return]
+        return value
     return option_of(name, {}, actor, default)  # type: ignore[no-any-return]
 
 
-def is_number(value: object) -> bool:
-    """Tell whether ``value`` is an int or a float, and not a bool and not NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether ``value`` is an int or a float that can be reckoned with: not a bool, not NaN, not beyond 2**53."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MOST <= value <= MOST
 
 
 def check_number(name: str, value: object, *, at_least: float = 0) -> None:
     """Raise ``ConfigError`` unless ``value`` is a number of at least ``at_least``."""
-    if not is_number(value) or value < at_least:  # type: ignore[operator]
+    if not is_number(value) or value < at_least:
         raise ConfigError(f"expected {name} to be a number of at least {at_least:g}, got {value!r}")
 
 
 def check_above_zero(name: str, value: object) -> None:
     """Raise ``ConfigError`` unless ``value`` is a number above 0."""
-    if not is_number(value) or value <= 0:  # type: ignore[operator]
+    if not is_number(value) or value <= 0:
         raise ConfigError(f"expected {name} to be a number above 0, got {value!r}")
 
 

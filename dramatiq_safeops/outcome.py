@@ -3,7 +3,7 @@
 Runs in: worker processes. Needs: nothing. Thread-safe: data in, decision out.
 
 The broker asks ``decide`` once per delivery, before the first after-hook. Everybody else reads the decision, and
-``RabbitmqBroker.carry_out`` makes it true at RabbitMQ.
+``Settlement.carry_out`` makes it true at RabbitMQ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dramatiq.errors import Retry
 from dramatiq.middleware import Shutdown
 
 from .errors import PermanentError
+from .options import is_number
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -50,6 +51,7 @@ class Reason:
     GUARD_FAILED = "guard_failed"
     REJECTED = "rejected"
     FOLLOW_UP_FAILED = "follow_up_failed"
+    REFUSED = "refused_by_rabbitmq"
     SHUTDOWN = "shutdown"
 
 
@@ -61,11 +63,6 @@ class Decision:
     reason: str = ""
     detail: str = ""
     delay_ms: float = 0
-
-    @property
-    def rejects(self) -> bool:
-        """Whether Dramatiq must see the message as failed."""
-        return self.outcome is Outcome.DEAD
 
     @property
     def counts_for_hooks(self) -> bool:
@@ -141,7 +138,7 @@ def _failed(
         return Decision(
             Outcome.DEAD, Reason.RETRIES_EXHAUSTED, f"retry_when refused another attempt after {name}"
         )
-    if isinstance(exception, Retry) and exception.delay is not None:
+    if isinstance(exception, Retry) and is_number(exception.delay):
         return Decision(Outcome.RETRIED, name, "the actor asked for this delay", max(exception.delay, 0))
     return Decision(Outcome.RETRIED, name, f"failed {_times(retries + 1)}", policy.backoff(retries, jitter))
 

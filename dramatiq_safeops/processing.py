@@ -55,12 +55,13 @@ class Processing:
         self._broker = broker
         self._here = _Here()
         self._hooks: dict[str, list[Hook]] = {}
-        self._hooks_for = -1  # how many middlewares the cached hooks are from
+        self._hooks_of: list[Middleware] = []  # whose hooks are cached
 
     # -- before the actor
 
     def before(self, delivery: Delivery) -> None:
         """Run the before-hooks. What they raise keeps the actor from running."""
+        self._here.delivery = None  # a hook may have kept the last message of this thread from being settled
         if not delivery.leave_buffer(STARTED):
             delivery.decision = STALE
             raise SkipMessage("its channel is gone, RabbitMQ delivers it again")
@@ -190,16 +191,13 @@ class Processing:
 
         Most implement few of the many hooks, and asking all of them costs more than the rest of a short message.
         """
-        if self._hooks_for != len(self._broker.middleware):
-            self._hooks, self._hooks_for = {}, len(self._broker.middleware)
+        if self._hooks_of != self._broker.middleware:
+            self._hooks, self._hooks_of = {}, list(self._broker.middleware)
         hooks = self._hooks.get(signal)
         if hooks is None:
             default = getattr(Middleware, signal)
-            hooks = [
-                (middleware, getattr(middleware, signal))
-                for middleware in self._broker.middleware
-                if getattr(type(middleware), signal, None) is not default
-            ]
+            all_hooks = [(middleware, getattr(middleware, signal)) for middleware in self._hooks_of]
+            hooks = [one for one in all_hooks if getattr(one[1], "__func__", None) is not default]
             if signal.startswith("after_"):
                 hooks.reverse()
             self._hooks[signal] = hooks

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .delivery import RETURNED, Delivery
+from .delivery import RETURNED, STARTED, Delivery
 from .encoder import Unreadable, decode
 from .outcome import Decision, Outcome, Reason, decide
 from .rabbitmq import copies
-from .rabbitmq.consumer import Subscription
-from .rabbitmq.publisher import Publication
+from .rabbitmq.connection import UNDECODABLE
+from .rabbitmq.publisher import Final, Publication
+from .rabbitmq.subscription import Subscription
 from .signature import misfit
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 PARK_FIRST_MS = 1_000
 PARK_MOST_MS = 10_000
 PARK_GROWTH = 1.5
+
+#: Characters of an actor's name or of a mismatch that go into the log and into the dead letter.
+MOST_DETAIL = 500
 
 
 class Settlement:
@@ -52,6 +57,8 @@ class Settlement:
         self.carry_out(delivery)
 
     def _look_at(self, delivery: Delivery) -> Decision | None:
+        if UNDECODABLE in delivery.headers:
+            return Decision(Outcome.DEAD, Reason.UNREADABLE, "its AMQP headers cannot be decoded")
         copies.read_headers(delivery)
         if copies.next_hop_of(delivery) is not None:
             return Decision(Outcome.DELAYED)
@@ -79,29 +86,72 @@ class Settlement:
 
     def carry_out(self, delivery: Delivery) -> None:
         """Make the outcome of ``delivery`` true at RabbitMQ. Never blocks, never raises."""
+        channel = delivery.channel
         try:
-            decision = delivery.decision = _final(self._broker, delivery)
+            decision = delivery.decision = self._final(delivery)
             if decision.outcome is Outcome.STALE:
                 return
             if decision.outcome is Outcome.RETURNED:
-                self._broker.client.give_back([delivery])
+                channel.return_soon([delivery])
                 return
-            self._broker.client.settle(delivery, self._publications(delivery, decision))
-        except Exception:
-            # Un-acked is safe: RabbitMQ delivers it again when this worker ends.
-            logger.critical(
-                "Message %r cannot be settled and stays un-acked.",
-                delivery.properties.message_id,
-                exc_info=True,
-                extra={"event": "settle.failed", "queue": delivery.queue},
+            publications = self._publications(delivery, decision)
+        except Exception as error:
+            logger.critical("What becomes of a message could not be written down.", exc_info=True)
+            detail = f"settling it failed with {type(error).__name__}"
+            publications = [copies.bare_dead_letter(delivery, Reason.GUARD_FAILED, detail)]
+        channel.settle(delivery, publications)
+
+    def instead(self, delivery: Delivery, missing: Sequence[Publication]) -> Sequence[Publication] | None:
+        """Say what to publish instead of what RabbitMQ will never take, or None if nothing is left to try.
+
+        ``missing`` is all that was not confirmed. Runs on the I/O thread.
+        """
+        refused = [one for one in missing if isinstance(one.error, Final)]
+        rest = [one for one in missing if not isinstance(one.error, Final)]
+        detail = f"RabbitMQ will not take what must be published about it: {refused[0].error}"
+        if any(copies.is_dead_letter(one) for one in refused):
+            if delivery.last_resort:
+                return None
+            delivery.last_resort = True
+            return [*rest, copies.bare_dead_letter(delivery, Reason.REFUSED, detail)]
+        decision = delivery.decision
+        goes_on = decision is not None and decision.outcome in (Outcome.RETRIED, Outcome.DEAD)
+        if goes_on and all(one in delivery.follow_ups for one in refused):
+            logger.error(
+                "A follow-up of message %r is lost: %s.",
+                delivery.message_id,
+                detail,
+                extra={"event": "follow_up.lost", "queue": delivery.queue},
             )
+            return rest
+        delivery.decision = Decision(Outcome.DEAD, Reason.REFUSED, detail)
+        others = [one for one in rest if one in delivery.follow_ups]
+        return [*others, self._dead_letter(delivery, delivery.decision)]
+
+    def _final(self, delivery: Delivery) -> Decision:
+        """Return the decision, corrected by what after-hooks did once it was made."""
+        decision = delivery.decision
+        if decision is None:
+            if delivery.state == STARTED:
+                # Dramatiq's own processing broke: whatever it was, this message is not done.
+                return Decision(Outcome.DEAD, Reason.GUARD_FAILED, "its processing ended without an outcome")
+            decision = decide(delivery)
+        if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED):
+            if delivery.follow_up_error is not None:
+                delivery.failure = self._broker.dead_letters.describe(delivery.follow_up_error)
+                detail = "the actor has run, but what follows from it cannot be sent"
+                return Decision(Outcome.DEAD, Reason.FOLLOW_UP_FAILED, detail)
+            if delivery.failed:
+                return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
+        return decision
 
     def _publications(self, delivery: Delivery, decision: Decision) -> list[Publication]:
         outcome = decision.outcome
         if outcome is Outcome.RETRIED:
             changed = copies.changed_options(delivery, decode)
+            frame_max = delivery.channel.frame_max
             copy = copies.retry_copy(
-                delivery, decision.delay_ms, changed_options=changed, frame_max=self._broker.client.frame_max
+                delivery, decision.delay_ms, changed_options=changed, frame_max=frame_max
             )
             return [*delivery.follow_ups, copy]
         if outcome is Outcome.PARKED:
@@ -109,11 +159,13 @@ class Settlement:
         if outcome is Outcome.DELAYED:
             return [copies.delayed_copy(delivery)]
         if outcome is Outcome.DEAD:
-            record = self._broker.dead_letters.record(
-                self._broker, delivery, decision, frame_max=self._broker.client.frame_max
-            )
-            return [*delivery.follow_ups, copies.dead_letter(delivery, record)]
+            return [*delivery.follow_ups, self._dead_letter(delivery, decision)]
         return delivery.follow_ups
+
+    def _dead_letter(self, delivery: Delivery, decision: Decision) -> Publication:
+        frame_max = delivery.channel.frame_max
+        record = self._broker.dead_letters.record(self._broker, delivery, decision, frame_max=frame_max)
+        return copies.dead_letter(delivery, record)
 
 
 def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> Decision:
@@ -124,6 +176,7 @@ def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> De
         return Decision(
             Outcome.DEAD, reason, f"{detail}, after {parks} parks of {waited / 1000:.0f} s in all"
         )
+    detail = detail[:MOST_DETAIL]
     if parks == 0:
         logger.warning(
             "Message %r is parked (%s). If no worker can run it within %d seconds, it is a dead letter.",
@@ -134,19 +187,3 @@ def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> De
         )
     delay = min(PARK_MOST_MS, PARK_FIRST_MS * PARK_GROWTH ** min(parks, 20)) * random.uniform(0.75, 1.25)
     return Decision(Outcome.PARKED, reason, detail, min(delay, limit_ms - waited))
-
-
-def _final(broker: RabbitmqBroker, delivery: Delivery) -> Decision:
-    """Return the decision, corrected by what after-hooks did once it was made."""
-    decision = delivery.decision if delivery.decision is not None else decide(delivery)
-    if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED):
-        if delivery.follow_up_error is not None:
-            delivery.failure = broker.dead_letters.describe(delivery.follow_up_error)
-            return Decision(
-                Outcome.DEAD,
-                Reason.FOLLOW_UP_FAILED,
-                "the actor has run, but what follows from it cannot be sent",
-            )
-        if delivery.failed:
-            return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
-    return decision

@@ -13,13 +13,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..rabbitmq.topology import QUEUE_TYPES, Declaration, topology_for
+from ..rabbitmq.topology import QUEUE_TYPES, Declaration, ladder, topology_for
 
 EXAMPLES = """\b
 Examples:
   safeops topology --queue reports --queue reports-low
   safeops topology --queue reports --queue-type classic
-  safeops topology --queue reports --json
+  safeops topology --queue reports --ladder --json
 """
 
 #: What Dramatiq accepts as the queue of an actor.
@@ -56,17 +56,20 @@ def _check_names(context: click.Context, option: click.Parameter, names: tuple[s
     show_default=True,
     help="Type of the work queues.",
 )
+@click.option("--ladder", "with_ladder", is_flag=True, help="Include the steps of the delay ladder.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array, one object per declaration.")
-def topology(queues: tuple[str, ...], queue_type: str, as_json: bool) -> None:
+def topology(queues: tuple[str, ...], queue_type: str, with_ladder: bool, as_json: bool) -> None:
     """Print what a broker declares on RabbitMQ.
 
-    These are the exchanges, queues and bindings for its queues, in the order of their declaration. Nothing is sent to RabbitMQ. The steps of the delay ladder are not listed: each is declared when a message first
-    needs it.
+    These are the exchanges, queues and bindings for its queues, in the order of their declaration. A worker also
+    declares the delay ladder at its start, a queue and an exchange for each step; --ladder lists it, too. Nothing is
+    sent to RabbitMQ.
     """
     declarations: list[Declaration] = []
-    for queue in queues:
-        # What all queues share is declared for each of them, and listed once.
-        declarations += [d for d in topology_for(queue, queue_type) if d not in declarations]
+    parts = [topology_for(queue, queue_type) for queue in queues] + ([ladder()] if with_ladder else [])
+    for part in parts:
+        # What all parts share is declared with each of them, and listed once.
+        declarations += [d for d in part if d not in declarations]
     if as_json:
         objects = [{"method": d.method, "arguments": d.arguments} for d in declarations]
         click.echo(json.dumps(objects, indent=2))

@@ -56,7 +56,7 @@ class TimeLimit(Guard, dramatiq.middleware.TimeLimit):
 
     def __init__(self, *, time_limit: float = DEFAULT_TIME_LIMIT_MS, strict: bool = False) -> None:
         # Not super().__init__(): it would build the thread that this class is here to replace.
-        check_above_zero("TimeLimit.time_limit", time_limit)
+        _check_limit("TimeLimit.time_limit", time_limit)
         self.logger = logger
         self.time_limit = _usable(time_limit)
         self.strict = strict
@@ -64,7 +64,7 @@ class TimeLimit(Guard, dramatiq.middleware.TimeLimit):
     def check_actor(self, actor: Actor[..., Any]) -> None:
         """Raise ``ConfigError`` if ``actor`` was declared with a limit that is none."""
         if actor.options.get("time_limit") is not None:
-            check_above_zero(f"time_limit of actor {actor.actor_name!r}", actor.options["time_limit"])
+            _check_limit(f"time_limit of actor {actor.actor_name!r}", actor.options["time_limit"])
 
     def check_boot(self, broker: Broker) -> None:
         """Name the actors that state no limit. Raises ``ConfigError`` if there are any and ``strict`` is on."""
@@ -96,7 +96,7 @@ class TimeLimit(Guard, dramatiq.middleware.TimeLimit):
             limit = options.get("time_limit")
             if limit is None:
                 continue
-            if is_number(limit) and limit > 0:
+            if limit == math.inf or (is_number(limit) and limit > 0):
                 return _usable(limit)
             logger.warning(
                 "The time_limit of message %r for actor %r is no number of milliseconds above 0 (%s) and is ignored.",
@@ -148,3 +148,8 @@ class TimeLimit(Guard, dramatiq.middleware.TimeLimit):
 
 def _usable(limit: float) -> float:
     return float(limit) if limit < _FOREVER_MS else math.inf
+
+
+def _check_limit(name: str, value: object) -> None:
+    if value != math.inf:
+        check_above_zero(name, value)

@@ -14,9 +14,10 @@ import pika
 import pika.exceptions
 from dramatiq.errors import ConnectionFailed
 
-from .connection import explain, is_final, prepared
+from .connection import prepared
 from .delays import STEPS_MS, step_name
 from .topology import Declaration, apply, dead_letter_queue
+from .trouble import explain, is_final
 
 #: Seconds between two tries to reach a RabbitMQ that is not there yet.
 _PAUSE_S = 0.2
@@ -38,15 +39,27 @@ def connected(
     deadline = time.monotonic() + patience_s
     mine = [prepared(one, "check") for one in parameters]
     while True:
-        try:
-            connection = pika.BlockingConnection(mine)
-            break
-        except Exception as error:
-            if is_final(error) or time.monotonic() >= deadline:
-                raise ConnectionFailed(explain(error, mine)) from None
-            time.sleep(_PAUSE_S)
+        errors = []
+        for one in mine:
+            try:
+                connection = pika.BlockingConnection(one)
+            except Exception as error:
+                errors.append((error, one))
+            else:
+                with _closing(connection, one):
+                    yield connection
+                return
+        if all(is_final(error) for error, _ in errors) or time.monotonic() >= deadline:
+            raise ConnectionFailed("; ".join(explain(error, one) for error, one in errors)) from None
+        time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def _closing(connection: pika.BlockingConnection, parameters: pika.connection.Parameters) -> Iterator[None]:
     try:
-        yield connection
+        yield
+    except (pika.exceptions.AMQPConnectionError, pika.exceptions.ChannelWrongStateError) as error:
+        raise ConnectionFailed(explain(error, parameters)) from None
     finally:
         if connection.is_open:
             connection.close()

@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pika
 
 from ..delivery import Delivery
-from .connection import IOThread
-from .consumer import Intake, Settler, Subscription
+from .intake import Intake
+from .io_thread import IOThread
 from .publisher import Batch, Need, Publication, Publisher
+from .settler import Instead, Settler
+from .subscription import Subscription
 from .topology import Declaration
 
 
@@ -31,13 +32,15 @@ class Client:
         parameters: Sequence[pika.connection.Parameters],
         declarations_for: Callable[[Need], list[Declaration]],
         explain_refusal: Callable[[Need, str], str],
+        instead: Instead,
     ) -> None:
         self.pid = os.getpid()
+        self.closed = False
         self._declarations_for = declarations_for
         self._io = IOThread("safeops-io")
         self._publisher = Publisher(self._io, parameters, declarations_for, explain_refusal)
         self._intake = Intake(self._io, parameters)
-        self._settler = Settler(self._io, self._publisher)
+        self._settler = Settler(self._io, self._publisher, instead)
         self._io.start()
 
     @property
@@ -51,16 +54,22 @@ class Client:
         return self._publisher.frame_max
 
     def publish(self, publications: Sequence[Publication], *, patience_s: float) -> Batch:
-        """Publish and wait for the confirms. Gives up when no confirm came for ``patience_s``; the batch says which came."""
+        """Publish and wait for the confirms. Gives up when no confirm came for ``patience_s``; the batch says which came.
+
+        Raises:
+            RuntimeError: called on the I/O thread (by a logging handler, for example), which would wait for itself.
+        """
+        if self._io.is_here:
+            raise RuntimeError("the I/O thread cannot wait for a send(): hand it to a thread of your own")
         batch = Batch(publications)
         self._io.call(self._publisher.submit, batch)
-        open_before = -1
-        while not batch.done.wait(patience_s):
-            if batch.open == open_before or len(publications) == 1:
-                batch.withdraw()
-                self._io.call(self._publisher.forget, batch)
-                break
+        try:
             open_before = batch.open
+            while not batch.done.wait(patience_s) and batch.open != open_before:
+                open_before = batch.open
+        finally:
+            if not batch.done.is_set():  # also when a time limit strikes in here
+                self._io.call(self._publisher.forget, batch)
         return batch
 
     def subscribe(
@@ -69,6 +78,7 @@ class Client:
         """Consume ``queue_name`` from now on. Returns at once; deliveries come as soon as there is a connection."""
         subscription = Subscription(
             self._io,
+            self._settler,
             queue_name,
             prefetch,
             declarations=self._declarations_for(("queue", queue_name)),
@@ -77,25 +87,9 @@ class Client:
         self._io.call(self._intake.add, subscription)
         return subscription
 
-    def retire(self, subscription: Subscription, *, timeout_s: float = 2.0) -> None:
-        """Stop consuming and return what has not started."""
+    def retire(self, subscription: Subscription) -> None:
+        """Stop consuming and return what has not started. Never blocks; ``close`` waits for it."""
         self._io.call(self._intake.retire, subscription)
-        subscription.retired.wait(timeout_s)
-
-    def settle(self, delivery: Delivery, publications: Sequence[Publication]) -> None:
-        """Publish ``publications``, and ack ``delivery`` once all are confirmed. Never blocks."""
-        if publications:
-            self._io.call(self._settler.settle, delivery, publications)
-        else:
-            delivery.channel.ack(delivery.tag)
-
-    def give_back(self, deliveries: Sequence[Delivery]) -> None:
-        """Return ``deliveries`` to their queues, in delivery order. Never blocks."""
-        by_channel = defaultdict(list)
-        for delivery in deliveries:
-            by_channel[delivery.channel].append(delivery)
-        for channel, group in by_channel.items():
-            self._io.call(channel.give_back, group)
 
     def unsettled(self, queue_name: str | None = None) -> int:
         """Return how many deliveries (of one queue) this process holds un-acked."""
@@ -108,6 +102,7 @@ class Client:
 
         What is un-acked then, RabbitMQ delivers again.
         """
+        self.closed = True
         deadline = time.monotonic() + timeout_s
         idle = threading.Event()
 

@@ -1,8 +1,6 @@
-"""The I/O thread, and the AMQP connections that live on it and come back by themselves.
+"""An AMQP connection that comes back by itself.
 
-Runs in: every process that sends or consumes, one thread per broker and process. Needs: RabbitMQ.
-
-All of pika happens on this thread. Other threads hand it work through ``IOThread.call``, which never blocks.
+Runs in: the I/O thread. Needs: RabbitMQ.
 """
 
 from __future__ import annotations
@@ -12,16 +10,19 @@ import logging
 import os
 import random
 import socket
+import struct
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pika
-import pika.exceptions
-from pika.adapters.select_connection import IOLoop, SelectConnection
+import pika.frame
+import pika.spec
+from pika.adapters.select_connection import SelectConnection
+
+from .io_thread import IOThread
+from .trouble import address, close_reason, explain
 
 logger = logging.getLogger(__name__)
 
@@ -34,101 +35,39 @@ HEARTBEAT_S = 10
 RECONNECT_FIRST_S = 0.2
 RECONNECT_MOST_S = 5.0
 
-#: Seconds before a loop that pika let fall is started again.
-LOOP_PAUSE_S = 0.1
+#: Seconds that a connection must have lived to count as good: one that is refused right after it opened must not be
+#: opened again in a tight loop.
+GOOD_AFTER_S = 5.0
+
+#: Stands in for headers that cannot be decoded.
+UNDECODABLE = "x-safeops-undecodable"
 
 
-class IOThread:
-    """A daemon thread that runs pika's I/O loop.
+class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
+    """pika's connection, but headers that pika cannot decode do not end it.
 
-    ``call`` is thread-safe. All other methods belong to the thread itself, but ``start`` and ``stop``.
+    pika raises for a timestamp beyond the year 9999 (milliseconds where AMQP wants seconds) and drops the connection. The
+    message would come again on the next one, and nothing else ever.
     """
 
-    def __init__(self, name: str) -> None:
-        self._loop = IOLoop()
-        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._woken = False
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def loop(self) -> IOLoop:
-        """pika's loop, for its connections."""
-        return self._loop
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self, timeout: float) -> None:
-        """End the loop and wait for the thread, ``timeout`` seconds at most."""
-        self.call(self._stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-
-    def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Let the I/O thread call ``function``, soon and in order. Thread-safe, never blocks."""
-        self._calls.append((function, arguments))
-        # Waking the loop costs a system call, so one wake-up serves all that is waiting. The flag is lowered before
-        # the queue is drained, so whoever appends later raises it again.
-        if not self._woken:
-            self._woken = True
-            self._loop.add_callback_threadsafe(self._drain)
-
-    def call_later(self, seconds: float, function: Callable[..., None], *arguments: Any) -> object:
-        """Let the I/O thread call ``function`` after ``seconds``. On the I/O thread only."""
-        return self._loop.call_later(seconds, lambda: self.run_safely(function, *arguments))
-
-    def run_safely(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call ``function``. What it raises is logged: an exception must never end this thread."""
+    def _read_frame(self) -> Any:
         try:
-            function(*arguments)
+            return super()._read_frame()
         except Exception:
-            logger.critical(
-                "Unexpected failure on the I/O thread, it goes on.",
-                exc_info=True,
-                extra={"event": "io.failure"},
-            )
-
-    def safely(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a callback that pika will call."""
-        return lambda *arguments: self.run_safely(function, *arguments)
-
-    def _drain(self) -> None:
-        self._woken = False
-        for _ in range(len(self._calls)):
-            function, arguments = self._calls.popleft()
-            self.run_safely(function, *arguments)
-        if self._calls and not self._woken:
-            self._woken = True
-            self._loop.add_callback_threadsafe(self._drain)
-
-    def _stop(self) -> None:
-        self._stopping = True
-        self._loop.stop()
-
-    def _run(self) -> None:
-        while not self._stopping:
-            try:
-                self._loop.start()
-            except Exception:
-                # Only pika's own code can get here. Its connections notice broken sockets by themselves.
-                logger.critical(
-                    "pika's I/O loop failed, it is started again.", exc_info=True, extra={"event": "io.loop"}
-                )
-                time.sleep(LOOP_PAUSE_S)  # a fault that stays must not fill the disk with log lines
+            kind, channel, size = struct.unpack_from(">BHL", self._frame_buffer)
+            if kind != pika.spec.FRAME_HEADER:
+                raise
+            (body_size,) = struct.unpack_from(">Q", self._frame_buffer, pika.spec.FRAME_HEADER_SIZE + 4)
+            properties = pika.BasicProperties(headers={UNDECODABLE: True})
+            taken = pika.spec.FRAME_HEADER_SIZE + size + pika.spec.FRAME_END_SIZE
+            return taken, pika.frame.Header(channel, body_size, properties)
 
 
 class Link:
     """One AMQP connection that is opened again whenever it is lost. Lives on the I/O thread.
 
     ``on_up(connection)`` and ``on_down(code, text)`` are called once for each connection that came up; the code is
-    AMQP's, or 0 when the connection was lost without a word.
+    AMQP's, or 0 when the connection was lost without a word. Of several URLs each is tried in its turn.
     """
 
     def __init__(
@@ -147,7 +86,9 @@ class Link:
         self._on_down = on_down
         self._workflow: Any = None
         self._connection: SelectConnection | None = None
+        self._up_since = 0.0
         self._failures = 0
+        self._pausing = False
         self._closing = False
         #: Why there is no connection, for people; empty while there is one.
         self.trouble = "it has not been opened yet"
@@ -159,11 +100,15 @@ class Link:
 
     def open(self) -> None:
         """Open the connection, and keep it open from now on."""
-        if self._workflow is not None or self._connection is not None or self._closing:
+        if self._workflow is not None or self._connection is not None or self._pausing or self._closing:
             return
-        self.trouble = f"connecting to {address(self._parameters)}"
-        self._workflow = SelectConnection.create_connection(
-            self._parameters, on_done=self._io.safely(self._connected), custom_ioloop=self._io.loop
+        # One URL a time: pika would begin anew with the first one whenever its name cannot be resolved.
+        parameters = self._parameters[self._failures % len(self._parameters)]
+        self.trouble = f"connecting to {address(parameters)}"
+        self._workflow = _Connection.create_connection(
+            [parameters],
+            on_done=self._io.safely(lambda result: self._connected(result, parameters)),
+            custom_ioloop=self._io.loop,
         )
 
     def close(self) -> None:
@@ -181,15 +126,15 @@ class Link:
         if sock is not None:
             sock.close()
 
-    def _connected(self, result: Any) -> None:
+    def _connected(self, result: Any, parameters: pika.connection.Parameters) -> None:
         self._workflow = None
         if isinstance(result, BaseException):
-            self._failed(explain(result, self._parameters))
+            self._failed(explain(result, parameters))
             return
         if self._closing:
             result.close()
             return
-        self._failures = 0
+        self._up_since = time.monotonic()
         self.trouble = ""
         self._connection = result
         result.add_on_close_callback(self._io.safely(self._closed))
@@ -200,15 +145,19 @@ class Link:
         self._connection = None
         code, text = close_reason(reason)
         self._on_down(code, text)
-        if not self._closing:
-            self._failed(text)
+        if time.monotonic() - self._up_since > GOOD_AFTER_S:
+            self._failures = 0
+        self._failed(text)
 
     def _failed(self, text: str) -> None:
         if self._closing:
             return
         self.trouble = text
-        pause = min(RECONNECT_MOST_S, RECONNECT_FIRST_S * 2**self._failures) * random.uniform(0.5, 1)
-        self._failures = min(self._failures + 1, 10)
+        pause = min(RECONNECT_MOST_S, RECONNECT_FIRST_S * 2 ** min(self._failures, 10)) * random.uniform(
+            0.5, 1
+        )
+        self._failures += 1
+        self._pausing = True
         logger.warning(
             "No connection to RabbitMQ to %s (%s), trying again in %.1f seconds.",
             self._purpose,
@@ -216,7 +165,11 @@ class Link:
             pause,
             extra={"event": "connection.down", "pause_s": pause},
         )
-        self._io.call_later(pause, self.open)
+        self._io.call_later(pause, self._pause_over)
+
+    def _pause_over(self) -> None:
+        self._pausing = False
+        self.open()
 
 
 def prepared(parameters: pika.connection.Parameters, purpose: str) -> pika.connection.Parameters:
@@ -231,115 +184,6 @@ def prepared(parameters: pika.connection.Parameters, purpose: str) -> pika.conne
         mine.heartbeat = HEARTBEAT_S
     # pika would wait between attempts by itself, without jitter and without telling us why it failed.
     mine.connection_attempts = 1
+    # It would cut the connection during a memory alarm. Time budgets are ours, and the alarm ends by itself.
+    mine.blocked_connection_timeout = None
     return mine
-
-
-def address(parameters: Sequence[pika.connection.Parameters]) -> str:
-    """Return where ``parameters`` lead, without the password."""
-    return ", ".join(f"{one.host}:{one.port}{_vhost(one)}" for one in parameters)
-
-
-def _vhost(parameters: pika.connection.Parameters) -> str:
-    return "" if parameters.virtual_host == "/" else f"/{parameters.virtual_host}"
-
-
-def close_reason(reason: BaseException) -> tuple[int, str]:
-    """Return AMQP's code and text of a closed connection or channel; code 0 where RabbitMQ said nothing."""
-    code = getattr(reason, "reply_code", 0)
-    text = getattr(reason, "reply_text", "")
-    if code:
-        return int(code), f"{code} {text}"
-    return 0, str(reason) or type(reason).__name__
-
-
-#: AMQP's code for a refused operation: here always wrong arguments, or a vhost that is not there.
-_CLUES = (
-    (
-        (pika.exceptions.ProbableAuthenticationError, pika.exceptions.AuthenticationError),
-        "RabbitMQ at {where} refused the login of user {user!r}: check user and password in the URL",
-    ),
-    (
-        (pika.exceptions.ProbableAccessDeniedError,),
-        "RabbitMQ at {where} refused user {user!r} access to the vhost {vhost!r}: create the vhost or grant the permission"
-        " (rabbitmqctl add_vhost, rabbitmqctl set_permissions)",
-    ),
-    (
-        (pika.exceptions.IncompatibleProtocolError,),
-        "what answers at {where} does not speak AMQP: check host and port (AMQP is usually 5672, 15672 is the UI)",
-    ),
-    (
-        (socket.gaierror,),
-        "the host name {host!r} cannot be resolved: check the URL",
-    ),
-    (
-        (ConnectionRefusedError,),
-        "nothing listens at {where}: start RabbitMQ, or check host and port in the URL",
-    ),
-    (
-        (TimeoutError, pika.exceptions.AMQPHeartbeatTimeout),
-        "no answer from {where} in time: check that RabbitMQ is up and reachable",
-    ),
-)
-
-#: What no waiting will heal.
-FINAL_ERRORS = (
-    pika.exceptions.ProbableAuthenticationError,
-    pika.exceptions.AuthenticationError,
-    pika.exceptions.ProbableAccessDeniedError,
-    pika.exceptions.IncompatibleProtocolError,
-    socket.gaierror,
-)
-
-
-def explain(error: BaseException, parameters: Sequence[pika.connection.Parameters]) -> str:
-    """Say in one sentence why no connection came up, and what to do. Never shows a password."""
-    causes = list(_causes(error))
-    one = parameters[-1]
-    facts = {
-        "where": address(parameters),
-        "host": one.host,
-        "user": getattr(one.credentials, "username", "?"),
-        "vhost": one.virtual_host,
-    }
-    for kinds, sentence in _CLUES:
-        if any(isinstance(cause, kinds) for cause in causes):
-            return sentence.format(**facts)
-    for cause in causes:
-        code = getattr(cause, "reply_code", 0)
-        if code == 530:
-            return (
-                f"RabbitMQ at {facts['where']} has no vhost {facts['vhost']!r}: create it (rabbitmqctl add_vhost)"
-                " or check the URL"
-            )
-        if code:
-            return f"RabbitMQ at {facts['where']} refused the connection: {code} {getattr(cause, 'reply_text', '')}"
-    last = causes[-1]
-    return f"no connection to RabbitMQ at {facts['where']}: {type(last).__name__} {last}".rstrip()
-
-
-def is_final(error: BaseException) -> bool:
-    """Tell whether trying again cannot help: wrong login, missing vhost, wrong protocol or host."""
-    return any(
-        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in (403, 530)
-        for cause in _causes(error)
-    )
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return ``error`` and all that pika has wrapped into it, outermost first."""
-    found: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        one = waiting.pop(0)
-        if one in found:
-            continue
-        found.append(one)
-        inner = [
-            *getattr(one, "exceptions", ()),
-            getattr(one, "exception", None),
-            one.__cause__,
-            one.__context__,
-            *one.args,
-        ]
-        waiting.extend(cause for cause in inner if isinstance(cause, BaseException))
-    return found

@@ -9,6 +9,7 @@ travels in ``x-safeops-*`` headers, and the view that Dramatiq sees is made from
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ LEFT = "x-safeops-left-ms"
 _BROKER_HEADERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count")
 
 #: Options of the view that come from headers, not from the body.
-_MANAGED_OPTIONS = frozenset({"retries", "traceback", "requeue_timestamp", "eta"})
+_MANAGED_OPTIONS = frozenset({"retries", "traceback", "requeue_timestamp", "eta", "throws"})
 
 #: What other middleware changed in a message's options travels in one header of at most this many bytes.
 OPTIONS_LIMIT = 4096
@@ -77,6 +78,8 @@ def view_of(delivery: Delivery, message: Message[Any]) -> Message[Any]:
     """Return ``message`` with the options that Dramatiq's middlewares expect after a retry."""
     headers = delivery.headers
     options = message.options
+    # Dramatiq hands it to isinstance() and would lose the worker thread over a string. Ours reads the actor's only.
+    options.pop("throws", None)
     changed = headers.get(OPTIONS)
     if isinstance(changed, str) and len(changed) <= OPTIONS_LIMIT:
         try:
@@ -85,6 +88,7 @@ def view_of(delivery: Delivery, message: Message[Any]) -> Message[Any]:
             changes = None
         if isinstance(changes, dict):
             options.update(changes)
+            options.pop("throws", None)
             options.pop("eta", None)  # Dramatiq would hold the message in this worker's memory
     if RETRIES not in headers:
         # A stock worker's retry keeps its count in the body.
@@ -161,7 +165,7 @@ def parked_copy(delivery: Delivery, delay_ms: float) -> Publication:
     headers = _state(delivery)
     headers[PARKS] = count_in(headers, PARKS) + 1
     # The waits are added up: instants would be compared between the clocks of different machines.
-    headers[PARKED_MS] = count_in(headers, PARKED_MS) + int(delay_ms)
+    headers[PARKED_MS] = count_in(headers, PARKED_MS) + math.ceil(delay_ms)
     return _copy_after(delivery, headers, delay_ms)
 
 
@@ -170,7 +174,7 @@ def delayed_copy(delivery: Delivery) -> Publication:
     headers = _state(delivery)
     hop = next_hop_of(delivery)
     if hop is None:
-        del headers[DUE]
+        headers.pop(DUE, None)
         return _to_queue(delivery.queue, delivery.body, _properties(delivery, headers))
     headers[DUE], headers[LEFT] = hop.due_ms, hop.left_ms
     return _to_step(hop, delivery.queue, delivery.body, _properties(delivery, headers))
@@ -189,6 +193,28 @@ def dead_letter(delivery: Delivery, record: Mapping[str, Any]) -> Publication:
         _properties(delivery, headers),
         needs=[("queue", delivery.queue)],
     )
+
+
+def bare_dead_letter(delivery: Delivery, reason: str, detail: str) -> Publication:
+    """Return the least that a dead letter can be: the bytes and why. For when the full one cannot be made or published."""
+    known = delivery.properties.message_id or (delivery.message_id if delivery.readable else "")
+    properties = pika.BasicProperties(
+        delivery_mode=2,
+        message_id=short(known) if known else None,
+        headers={
+            "x-safeops-reason": reason,
+            "x-safeops-detail": short(detail),
+            "x-safeops-queue": delivery.queue,
+        },
+    )
+    return Publication(
+        DEAD_LETTER_EXCHANGE, delivery.queue, delivery.body, properties, needs=[("queue", delivery.queue)]
+    )
+
+
+def is_dead_letter(publication: Publication) -> bool:
+    """Whether ``publication`` is a dead letter."""
+    return publication.exchange == DEAD_LETTER_EXCHANGE
 
 
 def changed_options(delivery: Delivery, decode: Callable[[bytes, str], Message[Any]]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ STEPS_MS = (
     *(1_200_000, 2_400_000, 4_800_000, 10_800_000, 21_600_000, 43_200_000),
 )
 
+#: Ten years. Whoever asks for more has made a mistake, and headers hold 64 bits.
+LONGEST_MS = 10 * 365 * 86_400_000
+
 #: A retry or a park that has no more than this left, or than this share of its whole delay, runs at once: nobody
 #: counts on its exact instant, and each further hop costs a publish.
 TOLERANCE_MS = 250
@@ -47,6 +50,7 @@ def first_hop(delay_ms: float, *, now_ms: int, exact: bool) -> Hop:
     ``exact`` is for ``send_with_options(delay=)``: late rather than early. A retry or a park may be early by
     ``TOLERANCE_MS`` or ``TOLERANCE_SHARE``.
     """
+    delay_ms = min(delay_ms, LONGEST_MS)
     due = delay_ms if exact else delay_ms - max(TOLERANCE_MS, delay_ms * TOLERANCE_SHARE)
     return _hop(delay_ms, due_in=max(due, 0), now_ms=now_ms)
 

@@ -18,13 +18,16 @@ from typing import Any
 import pika
 from pika.adapters.select_connection import SelectConnection
 
-from .connection import IOThread, Link, close_reason
+from .connection import Link
+from .declarer import declare_on_own_channel
+from .io_thread import IOThread
 from .topology import Declaration
+from .trouble import close_reason
 
 logger = logging.getLogger(__name__)
 
-#: How many publications may be unconfirmed at a time. RabbitMQ confirms a few hundred together; beyond that only
-#: memory is spent (measured: 500 is within 10 % of the best rate).
+#: How many publications to one destination may be unconfirmed at a time. RabbitMQ confirms a few hundred together; beyond
+#: that only memory is spent (measured: 500 is within 10 % of the best rate).
 WINDOW = 1000
 
 #: What RabbitMQ and pika agree on unless told otherwise.
@@ -39,7 +42,11 @@ Need = tuple[str, Any]
 
 
 class PublishError(Exception):
-    """Why a publication was not confirmed, and will not be without somebody's doing."""
+    """Why a publication was not confirmed."""
+
+
+class Withdrawn(PublishError):
+    """Nobody waits for it any more."""
 
 
 class Unroutable(PublishError):
@@ -50,11 +57,15 @@ class Refused(PublishError):
     """RabbitMQ said no to this one: its queue is over its length limit."""
 
 
-class Impossible(PublishError):
+class Final(PublishError):
+    """No waiting will help."""
+
+
+class Impossible(Final):
     """RabbitMQ closes the channel for it (too large, for example), or it cannot be written as AMQP."""
 
 
-class Undeclarable(PublishError):
+class Undeclarable(Final):
     """What it needs exists with other arguments."""
 
 
@@ -69,11 +80,17 @@ class Publication:
     needs: Sequence[Need] = ()
     confirmed: bool = False
     error: PublishError | None = None
+    #: Whether it was handed to the connection at least once, so that it may have arrived.
     written: bool = False
     returned: bool = False
     redeclared: bool = False
     suspect: bool = False
     batch: Batch | None = field(default=None, repr=False)
+
+    @property
+    def destination(self) -> tuple[str, str]:
+        """What it may have to wait for: a queue by name, or an exchange with one queue behind it."""
+        return self.exchange, "" if self.exchange.startswith("safeops.delay.") else self.routing_key
 
 
 class Batch:
@@ -83,29 +100,21 @@ class Batch:
         self, publications: Sequence[Publication], on_done: Callable[[Batch], None] | None = None
     ) -> None:
         self.publications = publications
-        self.withdrawn = False
         self.done = threading.Event()
         #: How many of them are neither confirmed nor failed.
         self.open = len(publications)
         self._on_done = on_done
         for publication in publications:
             publication.batch = self
-
-    @property
-    def confirmed(self) -> list[Publication]:
-        """What RabbitMQ has confirmed."""
-        return [one for one in self.publications if one.confirmed]
+        if not publications:
+            self.done.set()
 
     @property
     def unconfirmed(self) -> list[Publication]:
-        """What it has not."""
+        """What RabbitMQ has not confirmed."""
         return [one for one in self.publications if not one.confirmed]
 
-    def withdraw(self) -> None:
-        """Do not publish what has not been written yet: nobody waits for it any more. Thread-safe."""
-        self.withdrawn = True
-
-    def settle(self, publication: Publication, error: PublishError | None = None) -> None:
+    def settle(self, publication: Publication, error: PublishError | None) -> None:
         """Note what became of ``publication``. On the I/O thread."""
         publication.error = error
         publication.confirmed = error is None
@@ -114,6 +123,14 @@ class Batch:
             self.done.set()
             if self._on_done is not None:
                 self._on_done(self)
+
+
+@dataclass
+class _Lane:
+    """What goes to one destination. A queue that does not confirm must not hold up the others."""
+
+    waiting: deque[Publication] = field(default_factory=deque)
+    in_flight: int = 0
 
 
 class Publisher:
@@ -138,8 +155,11 @@ class Publisher:
         self._ready = False
         self._blocked = ""
         self._tag = 0
-        self._queue: deque[Publication] = deque()
+        self._lanes: dict[tuple[str, str], _Lane] = {}
         self._in_flight: OrderedDict[int, Publication] = OrderedDict()
+        # After an error of RabbitMQ's: what was in flight is tried one by one, to find the culprit.
+        self._suspects: deque[Publication] = deque()
+        self._suspect_in_flight: Publication | None = None
         self._declared: set[Need] = set()
         self._declaring: dict[Need, list[Publication]] = {}
 
@@ -149,37 +169,57 @@ class Publisher:
         return self._link.trouble or self._blocked
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing waits for its confirm."""
-        return not (self._queue or self._in_flight or self._declaring)
-
-    def submit(self, batch: Batch) -> None:
-        """Publish ``batch``, in order, as soon as it is possible."""
-        self._link.open()
-        self._queue.extend(batch.publications)
-        self._pump()
-
-    def forget(self, batch: Batch) -> None:
-        """Drop what is left of a withdrawn batch: without a connection it would stay in memory for good."""
-        self._queue = deque(one for one in self._queue if one.batch is not batch)
-        for waiting in self._declaring.values():
-            waiting[:] = [one for one in waiting if one.batch is not batch]
-
-    @property
     def frame_max(self) -> int:
         """The largest frame that RabbitMQ takes, in bytes: all headers of a message must fit into one. Thread-safe."""
         connection = self._link.connection
         agreed = 0 if connection is None else int(connection.params.frame_max)
         return agreed if agreed > 0 else DEFAULT_FRAME_MAX
 
-    def close(self) -> None:
-        """Close the connection politely."""
-        self._link.close()
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for its confirm."""
+        moving = any(lane.waiting or lane.in_flight for lane in self._lanes.values())
+        return not (moving or self._suspects or self._declaring)
 
     @property
     def closed(self) -> bool:
         """Whether there is no connection any more."""
         return self._link.connection is None
+
+    def submit(self, batch: Batch) -> None:
+        """Publish ``batch``, in order for each destination, as soon as it is possible."""
+        self._link.open()
+        for publication in batch.publications:
+            self._lane(publication).waiting.append(publication)
+        self._pump()
+
+    def forget(self, batch: Batch) -> None:
+        """Give up ``batch``: what is not written yet is not published any more, and nothing of it takes up a place.
+
+        Without a connection, or with a queue that does not confirm, it would stay in memory for good.
+        """
+        mine = [one for one in batch.publications if one.batch is batch]
+        flying = set(self._in_flight.values())
+        for publication in mine:
+            if publication in flying:
+                # Its tag stays: the confirms of the others are counted by it.
+                publication.body = b""
+                self._out_of_flight(publication)
+        for waiting in (
+            self._suspects,
+            *(lane.waiting for lane in self._lanes.values()),
+            *self._declaring.values(),
+        ):
+            kept = [one for one in waiting if one.batch is not batch]
+            waiting.clear()
+            waiting.extend(kept)
+        for publication in mine:
+            self._settle(publication, Withdrawn("nobody waits for it any more"))
+        self._pump()
+
+    def close(self) -> None:
+        """Close the connection politely."""
+        self._link.close()
 
     def drop_socket(self) -> None:
         """After a fork: let go of the parent's socket."""
@@ -236,41 +276,51 @@ class Publisher:
         self._open_channel(connection)
 
     def _channel_lost(self, code: int, text: str) -> None:
-        """Line up again what was in flight. After an error of RabbitMQ's it is tried one by one, to find the culprit."""
+        """Line up again what was in flight."""
         self._channel = None
         self._ready = False
-        again = list(self._in_flight.values())
-        self._in_flight.clear()
-        blameless = code in BLAMELESS_CODES
         if code == 404:
             self._declared.clear()
-        if not blameless and len(again) == 1:
+        again = [one for one in self._in_flight.values() if one.batch is not None]
+        self._in_flight.clear()
+        self._suspect_in_flight = None
+        for lane in self._lanes.values():
+            lane.in_flight = 0
+        if code not in BLAMELESS_CODES and len(again) == 1:
             self._settle(again.pop(), Impossible(text))
-        for publication in again:
-            publication.suspect = publication.suspect or not blameless
+        for publication in reversed(again):
             publication.returned = False
-        self._queue.extendleft(reversed(again))
+            if publication.suspect or code not in BLAMELESS_CODES:
+                publication.suspect = True
+                self._suspects.appendleft(publication)
+            else:
+                self._lane(publication).waiting.appendleft(publication)
         for need in list(self._declaring):
-            self._queue.extendleft(reversed(self._declaring.pop(need)))
+            self._line_up_again(self._declaring.pop(need))
 
     # -- publishing
 
     def _pump(self) -> None:
-        while self._ready and self._queue and not self._blocked and len(self._in_flight) < WINDOW:
-            publication = self._queue[0]
-            if self._in_flight and (publication.suspect or next(iter(self._in_flight.values())).suspect):
-                return  # a suspect flies alone
-            self._queue.popleft()
-            if publication.batch is not None and publication.batch.withdrawn:
-                self._settle(publication, PublishError("withdrawn before it was written"))
-                continue
-            missing = next((need for need in publication.needs if need not in self._declared), None)
-            if missing is not None:
-                self._declare(missing, publication)
-            else:
-                self._write(publication)
+        for destination in [
+            key for key, lane in self._lanes.items() if not lane.waiting and not lane.in_flight
+        ]:
+            del self._lanes[destination]
+        if not self._ready or self._blocked:
+            return
+        if self._suspects or self._suspect_in_flight is not None:
+            # A suspect flies alone: if the channel is closed again, it was the one.
+            if self._suspects and not any(lane.in_flight for lane in self._lanes.values()):
+                self._publish(self._suspects.popleft())
+            return
+        for lane in list(self._lanes.values()):
+            while lane.waiting and lane.in_flight < WINDOW and self._ready:
+                self._publish(lane.waiting.popleft())
 
-    def _write(self, publication: Publication) -> None:
+    def _publish(self, publication: Publication) -> None:
+        missing = next((need for need in publication.needs if need not in self._declared), None)
+        if missing is not None:
+            self._declare(missing, publication)
+            return
         try:
             self._channel.basic_publish(
                 publication.exchange,
@@ -280,41 +330,46 @@ class Publisher:
                 mandatory=True,
             )
         except Exception as error:
-            if not self._channel.is_open:
-                self._queue.appendleft(publication)
+            if self._channel.is_open:
+                self._settle(publication, Impossible(f"{type(error).__name__}: {error}"))
+            else:
                 self._ready = False
-                return
-            self._settle(publication, Impossible(f"{type(error).__name__}: {error}"))
+                self._line_up_again([publication])
             return
         self._tag += 1
         publication.written = True
         self._in_flight[self._tag] = publication
+        self._lane(publication).in_flight += 1
+        if publication.suspect:
+            self._suspect_in_flight = publication
 
     def _on_confirm(self, frame: Any) -> None:
         method = frame.method
         nacked = method.NAME == "Basic.Nack"
         if method.multiple:
             while self._in_flight and next(iter(self._in_flight)) <= method.delivery_tag:
-                self._confirm(self._in_flight.popitem(last=False)[1], nacked)
+                self._landed(self._in_flight.popitem(last=False)[1], nacked)
         else:
             publication = self._in_flight.pop(method.delivery_tag, None)
             if publication is not None:
-                self._confirm(publication, nacked)
-        if self._queue:
-            self._pump()
+                self._landed(publication, nacked)
+        self._pump()
 
-    def _confirm(self, publication: Publication, nacked: bool) -> None:
+    def _landed(self, publication: Publication, nacked: bool) -> None:
+        if publication.batch is None:
+            return  # withdrawn in flight, and not counted any more
+        self._out_of_flight(publication)
         if nacked:
             self._settle(
                 publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit")
             )
         elif not publication.returned:
-            self._settle(publication)
+            self._settle(publication, None)
         elif publication.needs and not publication.redeclared:
             # Somebody deleted the queue. Declare it once more, then it is the caller's error.
             publication.redeclared, publication.returned = True, False
             self._declared.difference_update(publication.needs)
-            self._queue.appendleft(publication)
+            self._line_up_again([publication])
         else:
             self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
 
@@ -330,12 +385,26 @@ class Publisher:
                 publication.returned = True
                 return
 
-    def _settle(self, publication: Publication, error: PublishError | None = None) -> None:
+    def _settle(self, publication: Publication, error: PublishError | None) -> None:
         batch, publication.batch = publication.batch, None
         if batch is not None:
-            batch.settle(publication, error)
+            self._io.run_safely(batch.settle, publication, error)
 
-    # -- declaring what is missing, on a channel of its own: a refused declaration closes its channel
+    def _out_of_flight(self, publication: Publication) -> None:
+        self._lane(publication).in_flight -= 1
+        publication.suspect = False
+        if publication is self._suspect_in_flight:
+            self._suspect_in_flight = None
+
+    def _lane(self, publication: Publication) -> _Lane:
+        return self._lanes.setdefault(publication.destination, _Lane())
+
+    def _line_up_again(self, publications: list[Publication]) -> None:
+        for publication in reversed(publications):
+            waiting = self._suspects if publication.suspect else self._lane(publication).waiting
+            waiting.appendleft(publication)
+
+    # -- declaring what is missing
 
     def _declare(self, need: Need, publication: Publication) -> None:
         waiting = self._declaring.get(need)
@@ -345,7 +414,7 @@ class Publisher:
         self._declaring[need] = [publication]
         connection = self._link.connection
         if connection is not None:
-            declare(
+            declare_on_own_channel(
                 self._io,
                 connection,
                 self._declarations_for(need),
@@ -356,46 +425,8 @@ class Publisher:
         waiting = self._declaring.pop(need, [])
         if error is None:
             self._declared.add(need)
-            self._queue.extendleft(reversed(waiting))
+            self._line_up_again(waiting)
         else:
             for publication in waiting:
                 self._settle(publication, Undeclarable(self._explain_refusal(need, error)))
         self._pump()
-
-
-def declare(
-    io: IOThread,
-    connection: SelectConnection,
-    declarations: Sequence[Declaration],
-    on_done: Callable[[str | None], None],
-) -> None:
-    """Carry out ``declarations`` one after the other on a channel of their own, then call ``on_done(error)``.
-
-    ``on_done`` is not called when the connection is lost meanwhile: whoever asked asks again on the next one.
-    """
-    steps = deque(declarations)
-    finished = False
-
-    def closed(_channel: Any, reason: BaseException) -> None:
-        nonlocal finished
-        if not finished and connection.is_open:
-            finished = True
-            on_done(close_reason(reason)[1])
-
-    def opened(channel: Any) -> None:
-        channel.add_on_close_callback(io.safely(closed))
-        step(channel)
-
-    def step(channel: Any, _frame: Any = None) -> None:
-        nonlocal finished
-        if steps:
-            declaration = steps.popleft()
-            getattr(channel, declaration.method)(
-                **declaration.arguments, callback=io.safely(lambda frame: step(channel, frame))
-            )
-            return
-        finished = True
-        channel.close()
-        on_done(None)
-
-    connection.channel(on_open_callback=io.safely(opened))

@@ -28,6 +28,9 @@ DELIVERY_LIMIT = 100_000
 
 QUEUE_TYPES = ("quorum", "classic")
 
+#: Bytes of a name in AMQP.
+LONGEST_NAME = 255
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -35,12 +38,6 @@ class Declaration:
 
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def names(self) -> str:
-        """What is declared, for people."""
-        kind, _, _ = self.method.partition("_")
-        return f"{kind} {self.arguments.get('queue') or self.arguments.get('exchange')!r}"
 
 
 def dead_letter_queue(queue_name: str) -> str:

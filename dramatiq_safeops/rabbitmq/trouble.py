@@ -1,0 +1,120 @@
+"""Why there is no connection, in one sentence that says what to do.
+
+Runs in: every process. Needs: nothing. Thread-safe: pure functions. No password is ever shown.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import pika
+import pika.exceptions
+
+
+def address(parameters: pika.connection.Parameters) -> str:
+    """Return where ``parameters`` lead, without the password."""
+    vhost = "" if parameters.virtual_host == "/" else f"/{parameters.virtual_host}"
+    return f"{parameters.host}:{parameters.port}{vhost}"
+
+
+def close_reason(reason: BaseException) -> tuple[int, str]:
+    """Return AMQP's code and text of a closed connection or channel; code 0 where RabbitMQ said nothing."""
+    code = getattr(reason, "reply_code", 0)
+    text = getattr(reason, "reply_text", "")
+    if code:
+        return int(code), f"{code} {text}"
+    return 0, str(reason) or type(reason).__name__
+
+
+#: What people should do about an error, by its class.
+_CLUES = (
+    (
+        (pika.exceptions.ProbableAuthenticationError, pika.exceptions.AuthenticationError),
+        "RabbitMQ at {where} refused the login of user {user!r}: check user and password in the URL",
+    ),
+    (
+        (pika.exceptions.ProbableAccessDeniedError,),
+        "RabbitMQ at {where} refused user {user!r} access to the vhost {vhost!r}: create the vhost or grant the permission"
+        " (rabbitmqctl add_vhost, rabbitmqctl set_permissions)",
+    ),
+    (
+        (pika.exceptions.IncompatibleProtocolError,),
+        "what answers at {where} does not speak AMQP: check host and port (AMQP is usually 5672, 15672 is the UI)",
+    ),
+    (
+        (socket.gaierror,),
+        "the host name {host!r} cannot be resolved: check the URL",
+    ),
+    (
+        (ConnectionRefusedError,),
+        "nothing listens at {where}: start RabbitMQ, or check host and port in the URL",
+    ),
+    (
+        (TimeoutError, pika.exceptions.AMQPHeartbeatTimeout),
+        "no answer from {where} in time: check that RabbitMQ is up and reachable",
+    ),
+)
+
+#: What no waiting will heal.
+FINAL_ERRORS = (
+    pika.exceptions.ProbableAuthenticationError,
+    pika.exceptions.AuthenticationError,
+    pika.exceptions.ProbableAccessDeniedError,
+    pika.exceptions.IncompatibleProtocolError,
+)
+
+#: AMQP's codes for what no waiting will heal: access refused, and a vhost that is not there.
+FINAL_CODES = (403, 530)
+
+
+def explain(error: BaseException, parameters: pika.connection.Parameters) -> str:
+    """Say in one sentence why no connection came up, and what to do. Never shows a password."""
+    causes = list(_causes(error))
+    facts = {
+        "where": address(parameters),
+        "host": parameters.host,
+        "user": getattr(parameters.credentials, "username", "?"),
+        "vhost": parameters.virtual_host,
+    }
+    for kinds, sentence in _CLUES:
+        if any(isinstance(cause, kinds) for cause in causes):
+            return sentence.format(**facts)
+    for cause in causes:
+        code = getattr(cause, "reply_code", 0)
+        if code == 530:
+            return (
+                f"RabbitMQ at {facts['where']} has no vhost {facts['vhost']!r}: create it (rabbitmqctl add_vhost)"
+                " or check the URL"
+            )
+        if code:
+            return f"RabbitMQ at {facts['where']} refused the connection: {code} {getattr(cause, 'reply_text', '')}"
+    last = causes[-1]
+    return f"no connection to RabbitMQ at {facts['where']}: {type(last).__name__} {last}".rstrip()
+
+
+def is_final(error: BaseException) -> bool:
+    """Tell whether trying again cannot help: wrong login, missing vhost, wrong protocol."""
+    return any(
+        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in FINAL_CODES
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return ``error`` and all that pika has wrapped into it, outermost first."""
+    found: list[BaseException] = []
+    waiting = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one in found:
+            continue
+        found.append(one)
+        inner = [
+            *getattr(one, "exceptions", ()),
+            getattr(one, "exception", None),
+            one.__cause__,
+            one.__context__,
+            *one.args,
+        ]
+        waiting.extend(cause for cause in inner if isinstance(cause, BaseException))
+    return found
