@@ -88,7 +88,7 @@ class Delivery(MessageProxy):
         self.follow_ups: list[Any] = []
         self.follow_up_error: BaseException | None = None
         self.last_resort = False  # its full dead letter was refused, and the bare one has been tried
-        self._word: dict[str, str] = {}
+        self._word: dict[str, list[str]] = {}
 
     def show(self, message: Message[Any]) -> None:
         """Make ``message`` what Dramatiq and the middlewares see."""
@@ -128,9 +128,12 @@ class Delivery(MessageProxy):
     @property
     def state(self) -> str:
         """``buffered``, ``started``, ``returned`` or ``stale``."""
-        return self._word.get("state", BUFFERED)
+        left_as = self._word.get("left")
+        return BUFFERED if left_as is None else left_as[0]
 
     def leave_buffer(self, state: str) -> bool:
         """Move from ``buffered`` to ``state``; False if somebody else was first, who then rules. Thread-safe."""
-        # setdefault is one atomic step: worker thread, I/O thread and drain may ask at the same time.
-        return self._word.setdefault("state", state) is state
+        # setdefault is one atomic step: worker thread, I/O thread and drain may ask at the same time. A list of one's own,
+        # since two may ask for the same state.
+        mine = [state]
+        return self._word.setdefault("left", mine) is mine

@@ -62,6 +62,7 @@ class Retries(Guard, dramatiq.middleware.Retries):
         _check_max_retries("Retries.max_retries", max_retries)
         check_number("Retries.min_backoff", min_backoff)
         check_number("Retries.max_backoff", max_backoff)
+        _check_callable("Retries.retry_when", retry_when)
         self.max_retries = max_retries
         self.min_backoff = min_backoff  # type: ignore[assignment]  # Dramatiq says int, milliseconds may be a float
         self.max_backoff = max_backoff  # type: ignore[assignment]
@@ -76,8 +77,7 @@ class Retries(Guard, dramatiq.middleware.Retries):
         for name in ("min_backoff", "max_backoff"):
             if options.get(name) is not None:
                 check_number(f"{name} {where}", options[name])
-        if options.get("retry_when") is not None and not callable(options["retry_when"]):
-            raise ConfigError(f"expected retry_when {where} to be callable, got {options['retry_when']!r}")
+        _check_callable(f"retry_when {where}", options.get("retry_when"))
         _classes(f"throws {where}", options.get("throws"))
 
     def policy_for(self, broker: Broker, message: MessageProxy) -> RetryPolicy:
@@ -135,6 +135,11 @@ def _check_max_retries(name: str, value: object) -> None:
     if value is None:
         raise ConfigError(f"expected {name} to be a number, got None: a message must not be retried for ever")
     check_number(name, value)
+
+
+def _check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise ConfigError(f"expected {name} to be callable, got {value!r}")
 
 
 def _classes(name: str, value: object) -> tuple[type[BaseException], ...]:

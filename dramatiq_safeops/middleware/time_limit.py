@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import dramatiq.middleware
 from dramatiq.threading import current_platform
@@ -16,7 +16,6 @@ from dramatiq.threading import current_platform
 from .. import body
 from ..errors import ConfigError
 from ..interrupter import CAN_INTERRUPT
-from ..options import check_above_zero, is_number
 from .guard import Guard
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class TimeLimit(Guard, dramatiq.middleware.TimeLimit):
             limit = options.get("time_limit")
             if limit is None:
                 continue
-            if limit == math.inf or (is_number(limit) and limit > 0):
+            if _is_limit(limit):
                 return _usable(limit)
             logger.warning(
                 "The time_limit of message %r for actor %r is no number of milliseconds above 0 (%s) and is ignored.",
@@ -150,6 +149,10 @@ def _usable(limit: float) -> float:
     return float(limit) if limit < _FOREVER_MS else math.inf
 
 
+def _is_limit(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
 def _check_limit(name: str, value: object) -> None:
-    if value != math.inf:
-        check_above_zero(name, value)
+    if not _is_limit(value):
+        raise ConfigError(f"expected {name} to be a number above 0, got {value!r}")

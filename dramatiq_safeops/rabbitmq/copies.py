@@ -151,6 +151,7 @@ def retry_copy(
     headers[FAILED_AT] = now_ms()
     headers.pop(PARKS, None)
     headers.pop(PARKED_MS, None)
+    headers.pop(OPTIONS, None)
     if delivery.failure is not None:
         headers[TRACEBACK] = delivery.failure.traceback[-frame_max // TRACEBACK_SHARE :]
     if changed_options:
@@ -182,10 +183,8 @@ def delayed_copy(delivery: Delivery) -> Publication:
 
 def dead_letter(delivery: Delivery, record: Mapping[str, Any]) -> Publication:
     """Return the dead letter: the producer's bytes, with ``record`` in the headers."""
-    ours = {name for name in delivery.headers if name.startswith("x-safeops-")}
-    headers = {name: value for name, value in _state(delivery).items() if name not in ours}
-    headers.pop(FIRST_SEEN, None)
-    headers.update(record)
+    foreign = {name: value for name, value in _state(delivery).items() if not name.startswith("x-safeops-")}
+    headers = {**foreign, **record}
     return Publication(
         DEAD_LETTER_EXCHANGE,
         delivery.queue,
@@ -249,6 +248,8 @@ def _state(delivery: Delivery) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
     for name, value in delivery.headers.items():
+        if not isinstance(name, str):
+            continue  # bytes that are no UTF-8: pika reads such names but cannot write them
         if name.startswith("x-safeops-"):
             ours[name] = value
         elif not name.startswith(_BROKER_HEADERS):

@@ -9,6 +9,7 @@ messages from the head only, so a queue must not mix delays.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -83,4 +84,5 @@ def step_name(step_ms: int) -> str:
 
 def _hop(delay_ms: float, *, due_in: float, now_ms: int) -> Hop:
     step = step_for(delay_ms)
-    return Hop(step, due_ms=int(now_ms + due_in), left_ms=max(int(due_in) - step, 0))
+    due_in = math.ceil(due_in)  # late by less than a millisecond rather than early
+    return Hop(step, due_ms=now_ms + due_in, left_ms=max(due_in - step, 0))

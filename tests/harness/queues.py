@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -82,3 +84,25 @@ def publish(url: str, queue: str, body: bytes, **properties: Any) -> None:
     with channel(url) as ch:
         ch.confirm_delivery()
         ch.basic_publish("", queue, body, pika.BasicProperties(delivery_mode=2, **properties), mandatory=True)
+
+
+def publish_many(url: str, queue: str, bodies: Iterable[bytes]) -> None:
+    """Publish raw bytes one after the other over one connection, confirmed."""
+    with channel(url) as ch:
+        ch.confirm_delivery()
+        for body in bodies:
+            ch.basic_publish("", queue, body, pika.BasicProperties(delivery_mode=2), mandatory=True)
+
+
+def body_of(actor: str, *args: Any, queue: str = "default", message_id: str = "", **options: Any) -> bytes:
+    """Return the bytes that a producer sends for a call of ``actor``."""
+    call = {
+        "queue_name": queue,
+        "actor_name": actor,
+        "args": args,
+        "kwargs": {},
+        "options": options,
+        "message_id": message_id or str(uuid.uuid4()),
+        "message_timestamp": int(time.time() * 1000),
+    }
+    return json.dumps(call).encode()

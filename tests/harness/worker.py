@@ -89,6 +89,25 @@ class App:
         return done.stdout
 
     @contextmanager
+    def program(self, code: str) -> Iterator[subprocess.Popen[str]]:
+        """Run ``code`` as ``run`` does, and talk with it by its pipes as long as the block lasts."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from app import *\n" + textwrap.dedent(code)],
+            env=self.environment(),
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+    @contextmanager
     def worker(self, **options: Any) -> Iterator[Worker]:
         """Run ``dramatiq app`` as long as the block lasts."""
         worker = self.start_worker(**options)
