@@ -108,6 +108,11 @@ class Delivery(MessageProxy):
         return self._message is not None
 
     @property
+    def known_id(self) -> Any:
+        """The message id from the body, or else from the AMQP properties; None if it is nowhere to be read."""
+        return self.message_id if self.readable else self.properties.message_id
+
+    @property
     def attempt(self) -> int:
         """The number of this attempt, from 1."""
         return self.retries + 1

@@ -180,7 +180,7 @@ def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> De
     if parks == 0:
         logger.warning(
             "Message %r is parked (%s). If no worker can run it within %d seconds, it is a dead letter.",
-            delivery.properties.message_id,
+            delivery.known_id,
             detail,
             limit_ms / 1000,
             extra={"event": "message.parked", "queue": delivery.queue, "reason": reason},

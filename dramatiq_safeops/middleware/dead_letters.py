@@ -55,10 +55,9 @@ class DeadLetters(Guard):
     ) -> dict[str, Any]:
         """Return the headers of the dead letter, and say in the log where it is."""
         actor = delivery.actor_name if delivery.readable else None
-        message_id = delivery.message_id if delivery.readable else delivery.properties.message_id
         logger.warning(
             "Message %r of actor %r is dead (%s: %s). It waits in %r.",
-            message_id,
+            delivery.known_id,
             actor,
             decision.reason,
             decision.detail,
@@ -71,7 +70,7 @@ class DeadLetters(Guard):
                 "attempts": delivery.attempts,
             },
         )
-        return dead_letter_headers(
+        headers = dead_letter_headers(
             reason=decision.reason,
             detail=decision.detail,
             exception=delivery.failure,
@@ -83,10 +82,15 @@ class DeadLetters(Guard):
             enqueued_at_ms=delivery.message_timestamp if delivery.readable else None,
             queue=delivery.queue,
             actor=actor,
-            message_id=message_id,
+            message_id=delivery.known_id,
             app_version=self.app_version,
             frame_max=frame_max,
         )
+        last = delivery.headers.get(copies.TRACEBACK)
+        if delivery.failure is None and isinstance(last, str):
+            # It did not fail this time (too old, no actor any more), but it did before: that is what people look for.
+            headers[copies.TRACEBACK] = last[-frame_max // copies.TRACEBACK_SHARE :]
+        return headers
 
     def _max_attempts(self, broker: Broker, delivery: Delivery) -> int:
         retries = next((one for one in broker.middleware if isinstance(one, Retries)), None)

@@ -38,6 +38,9 @@ LEFT = "x-safeops-left-ms"
 #: What RabbitMQ adds on the way. 4.x ignores these from clients, 3.10 goes on counting in them: neither helps us.
 _BROKER_HEADERS = ("x-death", "x-first-death-", "x-last-death-", "x-delivery-count", "x-acquired-count")
 
+#: What RabbitMQ itself obeys: a copy would also go to these queues, and each retry again.
+_ROUTING_HEADERS = frozenset({"CC", "BCC"})
+
 #: Options of the view that come from headers, not from the body.
 _MANAGED_OPTIONS = frozenset({"retries", "traceback", "requeue_timestamp", "eta", "throws"})
 
@@ -196,7 +199,7 @@ def dead_letter(delivery: Delivery, record: Mapping[str, Any]) -> Publication:
 
 def bare_dead_letter(delivery: Delivery, reason: str, detail: str) -> Publication:
     """Return the least that a dead letter can be: the bytes and why. For when the full one cannot be made or published."""
-    known = delivery.properties.message_id or (delivery.message_id if delivery.readable else "")
+    known = delivery.properties.message_id or delivery.known_id
     properties = pika.BasicProperties(
         delivery_mode=2,
         message_id=short(known) if known else None,
@@ -252,7 +255,7 @@ def _state(delivery: Delivery) -> dict[str, Any]:
             continue  # bytes that are no UTF-8: pika reads such names but cannot write them
         if name.startswith("x-safeops-"):
             ours[name] = value
-        elif not name.startswith(_BROKER_HEADERS):
+        elif not name.startswith(_BROKER_HEADERS) and name not in _ROUTING_HEADERS:
             foreign[name] = value
     if foreign and not _encodable(foreign, FOREIGN_LIMIT):
         foreign = {}

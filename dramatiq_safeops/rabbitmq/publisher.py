@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ DEFAULT_FRAME_MAX = 131_072
 #: AMQP's codes after which no message is to blame: lost without a word, closed by us, server shut down, exchange
 #: deleted, and an internal error (RabbitMQ 3.10 has one when a queue was made anew with another type).
 BLAMELESS_CODES = frozenset({0, 200, 320, 404, 541})
+
+#: Seconds after a refusal before the channel may be changed for a new one (again), and seconds to wait for the confirms that
+#: are still to come over the old one. RabbitMQ 3.10 goes on refusing on a channel on which it has refused before, also
+#: when the limit of the queue is gone.
+RENEW_AFTER_S = 3.0
+RENEW_PATIENCE_S = 1.0
 
 #: What must exist before a publication can be routed, for example ("queue", "default") or ("delay", 1000).
 Need = tuple[str, Any]
@@ -160,6 +167,8 @@ class Publisher:
         # After an error of RabbitMQ's: what was in flight is tried one by one, to find the culprit.
         self._suspects: deque[Publication] = deque()
         self._suspect_in_flight: Publication | None = None
+        self._renewing = False
+        self._renew_after = 0.0
         self._declared: set[Need] = set()
         self._declaring: dict[Need, list[Publication]] = {}
 
@@ -283,6 +292,7 @@ class Publisher:
             self._declared.clear()
         again = [one for one in self._in_flight.values() if one.batch is not None]
         self._in_flight.clear()
+        self._renewing = False
         self._suspect_in_flight = None
         for lane in self._lanes.values():
             lane.in_flight = 0
@@ -307,14 +317,22 @@ class Publisher:
             del self._lanes[destination]
         if not self._ready or self._blocked:
             return
+        if self._renewing:
+            if not self._flying:
+                self._renew(self._channel)
+            return
         if self._suspects or self._suspect_in_flight is not None:
             # A suspect flies alone: if the channel is closed again, it was the one.
-            if self._suspects and not any(lane.in_flight for lane in self._lanes.values()):
+            if self._suspects and not self._flying:
                 self._publish(self._suspects.popleft())
             return
         for lane in list(self._lanes.values()):
             while lane.waiting and lane.in_flight < WINDOW and self._ready:
                 self._publish(lane.waiting.popleft())
+
+    @property
+    def _flying(self) -> bool:
+        return any(lane.in_flight for lane in self._lanes.values())
 
     def _publish(self, publication: Publication) -> None:
         missing = next((need for need in publication.needs if need not in self._declared), None)
@@ -360,6 +378,7 @@ class Publisher:
             return  # withdrawn in flight, and not counted any more
         self._out_of_flight(publication)
         if nacked:
+            self._refused()
             self._settle(
                 publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit")
             )
@@ -372,6 +391,17 @@ class Publisher:
             self._line_up_again([publication])
         else:
             self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
+
+    def _refused(self) -> None:
+        now = time.monotonic()
+        if now >= self._renew_after and not self._renewing:
+            self._renewing = True
+            self._renew_after = now + RENEW_AFTER_S
+            self._io.call_later(RENEW_PATIENCE_S, self._renew, self._channel)
+
+    def _renew(self, channel: Any) -> None:
+        if self._renewing and channel is self._channel and channel.is_open:
+            channel.close()  # _channel_closed opens the next one
 
     def _on_return(self, _channel: Any, method: Any, properties: Any, _body: bytes) -> None:
         # RabbitMQ returns a message before it confirms it, in order, and without its delivery tag.

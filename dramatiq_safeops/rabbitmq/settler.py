@@ -80,7 +80,7 @@ class Settler:
             pause = LAST_RESORT_S
         logger.error(
             "Message %r stays un-acked: what must be published about it was not taken (%s). Trying again in %.1f s.",
-            delivery.properties.message_id,
+            delivery.known_id,
             missing[0].error,
             pause,
             extra={"event": "settle.refused", "queue": delivery.queue, "pause_s": pause},
