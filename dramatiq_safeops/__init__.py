@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from .broker import RabbitmqBroker
-from .errors import ConfigError, PermanentError, QueueFull, SafeOpsError, SendRefused, SendUncertain
+from .errors import (
+    ConfigError,
+    PermanentError,
+    QueueConflict,
+    QueueFull,
+    QueueMissing,
+    SafeOpsError,
+    SendRefused,
+    SendUncertain,
+)
 from .middleware import AgeLimit, DeadLetters, Guard, Retries, TimeLimit, safe_stack
 
 __all__ = [
@@ -12,7 +21,9 @@ __all__ = [
     "DeadLetters",
     "Guard",
     "PermanentError",
+    "QueueConflict",
     "QueueFull",
+    "QueueMissing",
     "RabbitmqBroker",
     "Retries",
     "SafeOpsError",

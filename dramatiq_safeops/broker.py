@@ -179,8 +179,8 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         Raises:
             SendUncertain: no confirm within ``send_timeout``; carries ``.message``, to be enqueued again.
             SendRefused, QueueFull: RabbitMQ does not take it.
-            QueueNotFound: no queue takes it, also after its queue was declared again.
-            ConfigError: its queue exists with other arguments.
+            QueueMissing: no queue takes it, also after its queue was declared again.
+            QueueConflict: its queue exists with other arguments.
         """
         message, delay = _canonical(message, delay)
         self.declare_queue(message.queue_name)

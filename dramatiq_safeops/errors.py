@@ -4,7 +4,9 @@ Runs in: every process. Needs: nothing.
 
 SafeOpsError
 ├── ConfigError        a wrong option or set-up, raised at declaration or at boot (also ValueError)
+│   └── QueueConflict  send() to a queue that exists with other arguments
 ├── PermanentError     raise it in an actor: dead letter at once, no retry
+├── QueueMissing       send() to a queue that somebody deletes again and again (also Dramatiq's QueueNotFound)
 ├── SendUncertain      send() ran out of its time budget unconfirmed; carries the message
 └── SendRefused        RabbitMQ will not take this message as it is; nothing was enqueued
     └── QueueFull      the queue is over its length limit: try again later
@@ -21,7 +23,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dramatiq.errors import BrokerConnectionError, BrokerError
+from dramatiq.errors import BrokerConnectionError, BrokerError, QueueNotFound
 
 if TYPE_CHECKING:
     from dramatiq import Message
@@ -69,6 +71,14 @@ class SendRefused(_SendError, BrokerError):
 
 class QueueFull(SendRefused):
     """Raised when RabbitMQ refuses a message because its queue is over its length limit. It was not enqueued."""
+
+
+class QueueConflict(_SendError, ConfigError):
+    """Raised when a message's queue exists with other arguments, so that nothing can be sent to it. Also a ``ConfigError``."""
+
+
+class QueueMissing(_SendError, QueueNotFound):
+    """Raised when no queue takes a message, also after its queue was declared again. Also Dramatiq's ``QueueNotFound``."""
 
 
 #: What a refused worker process leaves with (Dramatiq's own codes: 1 killed, 2 import failed, 3 no connection).

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dramatiq.errors import QueueNotFound
-
 from .encoder import encode
-from .errors import ConfigError, QueueFull, SendRefused, SendUncertain
+from .errors import QueueConflict, QueueFull, QueueMissing, SendRefused, SendUncertain
 from .rabbitmq.client import Client
 from .rabbitmq.copies import new_message
 from .rabbitmq.publisher import Impossible, Publication, Refused, Undeclarable, Unroutable
@@ -41,9 +39,9 @@ def _error(
     what = f"message {unconfirmed[0].message_id!r}" if total == 1 else f"{len(missing)} of {total} messages"
     error = next((one.error for _, one in missing if one.error is not None), None)
     if isinstance(error, Undeclarable):
-        return ConfigError(f"{what} not sent: {error}")
+        return QueueConflict(f"{what} not sent: {error}", unconfirmed)
     if isinstance(error, Unroutable):
-        return QueueNotFound(f"{what} not sent: {error}")
+        return QueueMissing(f"{what} not sent: {error}", unconfirmed)
     if isinstance(error, Refused):
         return QueueFull(
             f"{what} not sent: {error}; send later, or raise the limit of the queue", unconfirmed

@@ -85,6 +85,7 @@ class Link:
         self._on_up = on_up
         self._on_down = on_down
         self._workflow: Any = None
+        self._attempt: object = None  # tells the connection we wait for from one we have given up
         self._connection: SelectConnection | None = None
         self._up_since = 0.0
         self._failures = 0
@@ -92,11 +93,17 @@ class Link:
         self._closing = False
         #: Why there is no connection, for people; empty while there is one.
         self.trouble = "it has not been opened yet"
+        io.on_failure(self._loop_failed)
 
     @property
     def connection(self) -> SelectConnection | None:
         """The open connection, or None."""
         return self._connection
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is no connection, and none on its way."""
+        return self._connection is None and self._workflow is None
 
     def open(self) -> None:
         """Open the connection, and keep it open from now on."""
@@ -105,10 +112,16 @@ class Link:
         # One URL a time: pika would begin anew with the first one whenever its name cannot be resolved.
         parameters = self._parameters[self._failures % len(self._parameters)]
         self.trouble = f"connecting to {address(parameters)}"
+        attempt = self._attempt = object()
+
+        def done(result: Any) -> None:
+            if attempt is self._attempt:
+                self._connected(result, parameters)
+            elif not isinstance(result, BaseException):
+                result.close()  # given up meanwhile
+
         self._workflow = _Connection.create_connection(
-            [parameters],
-            on_done=self._io.safely(lambda result: self._connected(result, parameters)),
-            custom_ioloop=self._io.loop,
+            [parameters], on_done=self._io.safely(done), custom_ioloop=self._io.loop
         )
 
     def close(self) -> None:
@@ -117,7 +130,23 @@ class Link:
         if self._connection is not None and self._connection.is_open:
             self._connection.close()
         elif self._workflow is not None:
-            self._workflow.abort()
+            self._give_up_connecting()
+
+    def _give_up_connecting(self) -> None:
+        workflow, self._workflow, self._attempt = self._workflow, None, None
+        # pika cannot abort in the middle of a handshake (an assertion of its own fails), so the socket is closed.
+        connecting = getattr(getattr(workflow, "_connector", None), "_amqp_conn", None)
+        transport = getattr(connecting, "_transport", None)
+        if transport is not None:
+            transport.abort()
+        else:
+            workflow.abort()
+
+    def _loop_failed(self) -> None:
+        if self._workflow is not None:
+            # pika would notice only when its own time is up, after 15 s.
+            self._workflow, self._attempt = None, None
+            self._failed("pika failed while it connected")
 
     def drop_socket(self) -> None:
         """Close this process's copy of the socket without a word on the wire: after a fork it is the parent's."""

@@ -45,7 +45,7 @@ class Intake:
     @property
     def closed(self) -> bool:
         """Whether there is no connection any more."""
-        return self._link.connection is None
+        return self._link.closed
 
     def close(self) -> None:
         """Close the connection politely. What is unsettled then, RabbitMQ delivers to others."""

@@ -37,6 +37,7 @@ class IOThread:
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
         self._stopping = False
+        self._on_failure: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -59,6 +60,10 @@ class IOThread:
         self.call(self._stop)
         if not self.is_here:
             self._thread.join(timeout)
+
+    def on_failure(self, function: Callable[[], None]) -> None:
+        """Let ``function`` be called after pika's own code has raised through the loop: what it was doing is lost."""
+        self._on_failure.append(function)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Let the I/O thread call ``function``, soon and in order. Thread-safe, never blocks."""
@@ -121,5 +126,7 @@ class IOThread:
                 logger.critical(
                     "pika's I/O loop failed, it is started again.", exc_info=True, extra={"event": "io.loop"}
                 )
+                for function in self._on_failure:
+                    self.run_safely(function)
                 time.sleep(LOOP_PAUSE_S)  # a fault that stays must not fill the disk with log lines
         self._loop.close()

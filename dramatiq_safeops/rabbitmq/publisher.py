@@ -193,7 +193,7 @@ class Publisher:
     @property
     def closed(self) -> bool:
         """Whether there is no connection any more."""
-        return self._link.connection is None
+        return self._link.closed
 
     def submit(self, batch: Batch) -> None:
         """Publish ``batch``, in order for each destination, as soon as it is possible."""
@@ -457,6 +457,8 @@ class Publisher:
             self._declared.add(need)
             self._line_up_again(waiting)
         else:
+            # 404: somebody deletes it faster than we declare it. That may pass, other arguments do not.
+            kind = Unroutable if error.startswith("404") else Undeclarable
             for publication in waiting:
-                self._settle(publication, Undeclarable(self._explain_refusal(need, error)))
+                self._settle(publication, kind(self._explain_refusal(need, error)))
         self._pump()

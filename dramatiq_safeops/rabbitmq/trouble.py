@@ -39,7 +39,8 @@ _CLUES = (
     ),
     (
         (pika.exceptions.IncompatibleProtocolError,),
-        "what answers at {where} does not speak AMQP: check host and port (AMQP is usually 5672, 15672 is the UI)",
+        "what answers at {where} breaks off the AMQP handshake: either it does not speak AMQP (check host and port: AMQP"
+        " is usually 5672, 15672 is the UI), or RabbitMQ is just starting or stopping",
     ),
     (
         (socket.gaierror,),
@@ -60,7 +61,6 @@ FINAL_ERRORS = (
     pika.exceptions.ProbableAuthenticationError,
     pika.exceptions.AuthenticationError,
     pika.exceptions.ProbableAccessDeniedError,
-    pika.exceptions.IncompatibleProtocolError,
 )
 
 #: AMQP's codes for what no waiting will heal: access refused, and a vhost that is not there.
@@ -93,7 +93,7 @@ def explain(error: BaseException, parameters: pika.connection.Parameters) -> str
 
 
 def is_final(error: BaseException) -> bool:
-    """Tell whether trying again cannot help: wrong login, missing vhost, wrong protocol."""
+    """Tell whether trying again cannot help: wrong login, missing vhost, no permission."""
     return any(
         isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in FINAL_CODES
         for cause in _causes(error)
