@@ -58,6 +58,16 @@ def check_overrides(kind: type) -> None:
             raise ConfigError(f"{kind.__name__} overrides {name}, which this broker does not call; use {way}")
 
 
+def check_urls(url: str | Sequence[str] | None) -> None:
+    """Raise ``ConfigError`` for a URL that is none of AMQP's: pika takes the address of the UI for one."""
+    urls = url.split(";") if isinstance(url, str) else url or ()
+    for one in urls:
+        scheme, found, _ = str(one).partition("://")
+        if not found or scheme.lower() not in ("amqp", "amqps"):
+            shown = scheme if found else "no scheme"
+            raise ConfigError(f"expected RabbitmqBroker.url to begin with amqp:// or amqps://, got {shown!r}")
+
+
 class _KnownOptions(set[str]):
     """The options that actors may have. Asked for unknown ones, it says which were likely meant.
 

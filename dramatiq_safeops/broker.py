@@ -9,6 +9,7 @@ an arriving message goes and carries out what became of it.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import threading
 import time
@@ -25,12 +26,12 @@ from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
 from dramatiq.middleware import Middleware, MiddlewareError
 
 from . import outgoing
-from .boot import check_overrides, check_stack, known_options
+from .boot import check_overrides, check_stack, check_urls, known_options
 from .delivery import Delivery
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
 from .middleware import DeadLetters, Guard, safe_stack
-from .options import check_above_zero, check_number, check_one_of, is_number
+from .options import check_above_zero, check_known, check_number, check_one_of, is_number
 from .processing import Processing
 from .rabbitmq import admin, topology
 from .rabbitmq.client import Client
@@ -51,6 +52,20 @@ BOOT_PATIENCE_S = 10.0
 CLOSE_PATIENCE_S = 5.0
 #: Seconds that the end of a program may wait for its connections to close.
 EXIT_PATIENCE_S = 1.0
+
+
+#: What RabbitmqBroker takes: its own, and pika's connection parameters.
+KNOWN_PARAMETERS = frozenset(
+    {
+        *("url", "middleware", "queue_type", "max_priority", "send_timeout", "park_limit"),
+        *("confirm_delivery", "parameters"),
+        *(
+            name
+            for name in inspect.signature(pika.ConnectionParameters.__init__).parameters
+            if name != "self"
+        ),
+    }
+)
 
 
 class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
@@ -97,6 +112,8 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         self.dead_letters = DeadLetters()
         try:
             check_overrides(type(self))
+            check_urls(url)
+            check_known("RabbitmqBroker", kwargs, KNOWN_PARAMETERS)
             check_one_of("RabbitmqBroker.queue_type", queue_type, topology.QUEUE_TYPES)
             check_above_zero("RabbitmqBroker.send_timeout", send_timeout)
             check_number("RabbitmqBroker.park_limit", park_limit)

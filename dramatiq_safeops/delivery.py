@@ -81,6 +81,7 @@ class Delivery(MessageProxy):
         self.headers: Mapping[str, Any] = properties.headers if properties.headers is not None else {}
         self.retries = 0
         self.ran = False
+        self.entered = 0  # how many before-hooks were called
         self.first_seen_ms = 0
         self.turned_away: Decision | None = None
         self.decision: Decision | None = None

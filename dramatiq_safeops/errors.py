@@ -16,17 +16,22 @@ An error that leaves ``send()`` inside an actor fails that actor like any other 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from dramatiq.errors import BrokerConnectionError, BrokerError, QueueNotFound
 
 if TYPE_CHECKING:
     from dramatiq import Message
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SafeOpsError(Exception):
@@ -85,6 +90,9 @@ class QueueMissing(_SendError, QueueNotFound):
 EXIT_REFUSED = 1
 EXIT_UNREACHABLE = 3
 
+#: Seconds that a refused worker process may take to leave by itself.
+LEAVE_AFTER_S = 1.0
+
 
 def refuse(sentence: str, *, exit_code: int = EXIT_REFUSED) -> NoReturn:
     """Stop a start that cannot go well, with one sentence that says what to do.
@@ -97,13 +105,29 @@ def refuse(sentence: str, *, exit_code: int = EXIT_REFUSED) -> NoReturn:
     leave(sentence, exit_code)
 
 
+def refusing(function: Callable[P, R]) -> Callable[P, R]:
+    """Let what ``function`` raises as ``ConfigError`` end a worker's start with the sentence alone, see ``refuse``."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            refuse(str(error))
+
+    return wrapper
+
+
 def leave(sentence: str, exit_code: int) -> NoReturn:
     """Print ``sentence`` and end this process with ``exit_code``, whatever threads others have started."""
     print(f"dramatiq-safeops: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - the only output of a refused start
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     if others and under_dramatiq_command():
-        # SystemExit would wait for these threads, and nobody is going to stop them any more.
-        os._exit(exit_code)
+        # Python would wait for these threads, and nobody is going to stop them any more. Not at once: Dramatiq's main
+        # process waits to be told that this one has booted, which happens on the way out.
+        last = threading.Timer(LEAVE_AFTER_S, os._exit, [exit_code])
+        last.daemon = True
+        last.start()
     raise SystemExit(exit_code)
 
 

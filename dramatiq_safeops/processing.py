@@ -66,6 +66,7 @@ class Processing:
             delivery.decision = STALE
             raise SkipMessage("its channel is gone, RabbitMQ delivers it again")
         for middleware, hook in self.hooks_of("before_process_message"):
+            delivery.entered += 1
             try:
                 hook(self._broker, delivery)
             except MiddlewareError:
@@ -130,7 +131,14 @@ class Processing:
     def _run_after_hooks(self, signal: str, delivery: Delivery, **kwargs: Any) -> None:
         here = self._here
         here.delivery = delivery  # from now on enqueue() collects, until carry_out()
+        # Dramatiq calls after-hooks also where the before-hook was not reached: a gauge goes below zero, a lock is
+        # released that was never taken.
+        not_entered = [
+            middleware for middleware, _ in self.hooks_of("before_process_message")[delivery.entered :]
+        ]
         for middleware, hook in self.hooks_of(signal):
+            if middleware in not_entered:
+                continue
             here.kind = type(middleware).__name__
             try:
                 hook(self._broker, delivery, **kwargs)

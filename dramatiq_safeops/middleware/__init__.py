@@ -7,6 +7,7 @@ from typing import Any
 import dramatiq.middleware
 from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines, ShutdownNotifications
 
+from ..errors import refusing
 from ..options import check_known
 from .age_limit import AgeLimit
 from .dead_letters import DeadLetters
@@ -48,6 +49,7 @@ _OPTIONS: dict[str, type[Guard]] = {
 }
 
 
+@refusing
 def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
     """Return the whole list of middlewares for a broker, in the one right order.
 

@@ -50,7 +50,9 @@ def connected(
                     yield connection
                 return
         if all(is_final(error) for error, _ in errors) or time.monotonic() >= deadline:
-            raise ConnectionFailed("; ".join(explain(error, one) for error, one in errors)) from None
+            raise ConnectionFailed(
+                "; ".join(explain(error, one, lasting=True) for error, one in errors)
+            ) from None
         time.sleep(_PAUSE_S)
 
 

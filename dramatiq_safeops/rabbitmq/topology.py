@@ -119,7 +119,18 @@ def apply(declarations: list[Declaration], channel: Any) -> None:
 
 
 def explain_refusal(queue_name: str, queue_type: str, answer: str) -> str:
-    """Say what to do when RabbitMQ refuses to declare a queue: it exists with other arguments."""
+    """Say what to do when RabbitMQ refuses to declare what a queue needs."""
+    if answer.startswith("403"):
+        return (
+            f"queue {queue_name!r} cannot be declared, a permission is missing: RabbitMQ answers: {answer};"
+            " let its user configure, write and read the app's queues and safeops.* (rabbitmqctl set_permissions)"
+        )
+    dlq = dead_letter_queue(queue_name)
+    if f"'{dlq}'" in answer:
+        return (
+            f"the dead-letter queue {dlq!r} exists with other arguments, RabbitMQ answers: {answer};"
+            " delete it once its messages are looked after, and it is declared anew"
+        )
     ways = "use RabbitmqBroker(queue_type='classic'), which fits what stock Dramatiq declared"
     if queue_type == "classic":
         ways = "use the queue_type and max_priority that it was declared with"

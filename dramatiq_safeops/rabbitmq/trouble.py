@@ -9,6 +9,7 @@ import socket
 
 import pika
 import pika.exceptions
+from pika.adapters.utils.connection_workflow import AMQPConnectorStackTimeout
 
 
 def address(parameters: pika.connection.Parameters) -> str:
@@ -39,8 +40,7 @@ _CLUES = (
     ),
     (
         (pika.exceptions.IncompatibleProtocolError,),
-        "what answers at {where} breaks off the AMQP handshake: either it does not speak AMQP (check host and port: AMQP"
-        " is usually 5672, 15672 is the UI), or RabbitMQ is just starting or stopping",
+        "what answers at {where} does not speak AMQP: check host and port (AMQP is usually 5672, 15672 is the UI)",
     ),
     (
         (socket.gaierror,),
@@ -51,7 +51,7 @@ _CLUES = (
         "nothing listens at {where}: start RabbitMQ, or check host and port in the URL",
     ),
     (
-        (TimeoutError, pika.exceptions.AMQPHeartbeatTimeout),
+        (TimeoutError, pika.exceptions.AMQPHeartbeatTimeout, AMQPConnectorStackTimeout),
         "no answer from {where} in time: check that RabbitMQ is up and reachable",
     ),
 )
@@ -67,8 +67,11 @@ FINAL_ERRORS = (
 FINAL_CODES = (403, 530)
 
 
-def explain(error: BaseException, parameters: pika.connection.Parameters) -> str:
-    """Say in one sentence why no connection came up, and what to do. Never shows a password."""
+def explain(error: BaseException, parameters: pika.connection.Parameters, *, lasting: bool = False) -> str:
+    """Say in one sentence why no connection came up, and what to do. Never shows a password.
+
+    ``lasting`` says that it has been so for a while, so that a server that just starts is not the reason.
+    """
     causes = list(_causes(error))
     facts = {
         "where": address(parameters),
@@ -76,6 +79,12 @@ def explain(error: BaseException, parameters: pika.connection.Parameters) -> str
         "user": getattr(parameters.credentials, "username", "?"),
         "vhost": parameters.virtual_host,
     }
+    if not lasting and any("StreamLostError" in str(cause) for cause in causes):
+        # pika takes it for another protocol, but it is also what a RabbitMQ does that starts or stops.
+        return (
+            f"the connection to {facts['where']} was broken off in its handshake: RabbitMQ is just starting or stopping,"
+            " or something else listens there (AMQP is usually 5672, 15672 is the UI)"
+        )
     for kinds, sentence in _CLUES:
         if any(isinstance(cause, kinds) for cause in causes):
             return sentence.format(**facts)
