@@ -5,15 +5,17 @@ Runs in: worker processes, and wherever actors are declared. Needs: nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import dramatiq.brokers.rabbitmq
+import pika
 from dramatiq.middleware import Middleware
 
 from .errors import ConfigError, refuse
 from .middleware import ORDER, STOCK_TWINS
-from .options import did_you_mean
+from .options import check_known, did_you_mean
 
 
 def check_stack(middleware: Sequence[Middleware]) -> None:
@@ -41,6 +43,11 @@ def check_stack(middleware: Sequence[Middleware]) -> None:
         last = (rank, kind.__name__)
 
 
+_OWN_PARAMETERS = {
+    *("url", "middleware", "queue_type", "max_priority", "send_timeout", "park_limit"),
+    *("confirm_delivery", "parameters"),
+}
+
 #: What subclasses of Dramatiq's broker override, and what does its work here.
 _OVERRIDES = {
     "_build_queue_arguments": "queue_type, or a RabbitMQ policy",
@@ -56,6 +63,12 @@ def check_overrides(kind: type) -> None:
     for name, way in _OVERRIDES.items():
         if getattr(kind, name) is not getattr(dramatiq.brokers.rabbitmq.RabbitmqBroker, name):
             raise ConfigError(f"{kind.__name__} overrides {name}, which this broker does not call; use {way}")
+
+
+def check_parameters(names: Iterable[str]) -> None:
+    """Raise ``ConfigError`` for what is neither an option of RabbitmqBroker nor one of pika's connection parameters."""
+    pikas = set(inspect.signature(pika.ConnectionParameters.__init__).parameters) - {"self", "kwargs"}
+    check_known("RabbitmqBroker", list(names), pikas | _OWN_PARAMETERS)
 
 
 def check_urls(url: str | Sequence[str] | None) -> None:

@@ -9,7 +9,6 @@ an arriving message goes and carries out what became of it.
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import threading
 import time
@@ -26,17 +25,17 @@ from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
 from dramatiq.middleware import Middleware, MiddlewareError
 
 from . import outgoing
-from .boot import check_overrides, check_stack, check_urls, known_options
+from .boot import check_overrides, check_parameters, check_stack, check_urls, known_options
 from .delivery import Delivery
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
 from .middleware import DeadLetters, Guard, safe_stack
-from .options import check_above_zero, check_known, check_number, check_one_of, is_number
+from .options import check_above_zero, check_number, check_one_of, is_number
 from .processing import Processing
 from .rabbitmq import admin, topology
 from .rabbitmq.client import Client
 from .rabbitmq.consumer import Consumer
-from .rabbitmq.publisher import Need
+from .rabbitmq.publication import Need
 from .settlement import Settlement
 
 if TYPE_CHECKING:
@@ -52,20 +51,6 @@ BOOT_PATIENCE_S = 10.0
 CLOSE_PATIENCE_S = 5.0
 #: Seconds that the end of a program may wait for its connections to close.
 EXIT_PATIENCE_S = 1.0
-
-
-#: What RabbitmqBroker takes: its own, and pika's connection parameters.
-KNOWN_PARAMETERS = frozenset(
-    {
-        *("url", "middleware", "queue_type", "max_priority", "send_timeout", "park_limit"),
-        *("confirm_delivery", "parameters"),
-        *(
-            name
-            for name in inspect.signature(pika.ConnectionParameters.__init__).parameters
-            if name != "self"
-        ),
-    }
-)
 
 
 class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
@@ -113,7 +98,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         try:
             check_overrides(type(self))
             check_urls(url)
-            check_known("RabbitmqBroker", kwargs, KNOWN_PARAMETERS)
+            check_parameters(kwargs)
             check_one_of("RabbitmqBroker.queue_type", queue_type, topology.QUEUE_TYPES)
             check_above_zero("RabbitmqBroker.send_timeout", send_timeout)
             check_number("RabbitmqBroker.park_limit", park_limit)
@@ -167,8 +152,7 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             self.queues.add(name)
             self.emit_after("declare_queue", name)
         if ensure:
-            with admin.connected(self._all_parameters) as connection:
-                self._declare_on(connection, name)
+            self._declare_now([("queue", name)])
 
     def add_middleware(
         self,
@@ -320,12 +304,14 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         kind, what = need
         if kind == "delay":
             return topology.delay_step(what)
+        if kind == "ladder":
+            return topology.ladder()
         return topology.topology_for(what, self.queue_type, max_priority=self.max_priority)
 
     def _explain_refusal(self, need: Need, answer: str) -> str:
         kind, what = need
-        if kind == "delay":
-            return f"the delay step of {what} ms cannot be declared, RabbitMQ answers: {answer}"
+        if kind != "queue":
+            return f"the delay queues safeops.delay.* cannot be declared, RabbitMQ answers: {answer}"
         return topology.explain_refusal(what, self.queue_type, answer)
 
     # -- at the start of a worker
@@ -338,10 +324,8 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             for middleware in self.middleware:
                 if isinstance(middleware, Guard):
                     middleware.check_boot(self)
-            with admin.connected(self._all_parameters, patience_s=BOOT_PATIENCE_S) as connection:
-                for name in sorted(worker.consumer_whitelist or self.queues):
-                    self._declare_on(connection, name)
-                self._declare_ladder_on(connection)
+            needs: list[Need] = [("queue", name) for name in sorted(worker.consumer_whitelist or self.queues)]
+            self._declare_now([*needs, ("ladder", None)], patience_s=BOOT_PATIENCE_S)
         except ConfigError as error:
             refuse(str(error))
         except ConnectionFailed as error:
@@ -349,17 +333,12 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
                 leave(str(error), EXIT_UNREACHABLE)
             raise
 
-    def _declare_on(self, connection: pika.BlockingConnection, queue_name: str) -> None:
+    def _declare_now(self, needs: Sequence[Need], *, patience_s: float = 0) -> None:
         try:
-            admin.declare(connection, self._declarations_for(("queue", queue_name)))
+            groups = [self._declarations_for(need) for need in needs]
+            admin.declare_all(self._all_parameters, groups, patience_s=patience_s)
         except admin.RefusedDeclaration as error:
-            raise ConfigError(self._explain_refusal(("queue", queue_name), str(error))) from None
-
-    def _declare_ladder_on(self, connection: pika.BlockingConnection) -> None:
-        try:
-            admin.declare(connection, topology.ladder())
-        except admin.RefusedDeclaration as error:
-            raise ConfigError(f"the delay queues cannot be declared, RabbitMQ answers: {error}") from None
+            raise ConfigError(self._explain_refusal(needs[error.index], str(error))) from None
 
     # -- for tests of users' apps, as on Dramatiq's broker
 

@@ -12,7 +12,7 @@ from .encoder import encode
 from .errors import QueueConflict, QueueFull, QueueMissing, SendRefused, SendUncertain
 from .rabbitmq.client import Client
 from .rabbitmq.copies import new_message
-from .rabbitmq.publisher import Impossible, Publication, Refused, Undeclarable, Unroutable
+from .rabbitmq.publication import Impossible, Publication, Refused, Undeclarable, Unroutable
 
 if TYPE_CHECKING:
     from dramatiq import Message

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .delivery import RETURNED, STARTED, Delivery
@@ -15,7 +16,7 @@ from .encoder import Unreadable, decode
 from .outcome import Decision, Outcome, Reason, decide
 from .rabbitmq import copies
 from .rabbitmq.connection import UNDECODABLE
-from .rabbitmq.publisher import Final, Publication
+from .rabbitmq.publication import Final, Publication
 from .rabbitmq.subscription import Subscription
 from .signature import misfit
 
@@ -136,13 +137,17 @@ class Settlement:
                 # Dramatiq's own processing broke: whatever it was, this message is not done.
                 return Decision(Outcome.DEAD, Reason.GUARD_FAILED, "its processing ended without an outcome")
             decision = decide(delivery)
-        if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED):
-            if delivery.follow_up_error is not None:
-                delivery.failure = self._broker.dead_letters.describe(delivery.follow_up_error)
-                detail = "the actor has run, but what follows from it cannot be sent"
-                return Decision(Outcome.DEAD, Reason.FOLLOW_UP_FAILED, detail)
-            if delivery.failed:
-                return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
+        error = delivery.follow_up_error
+        if error is not None and decision.outcome in (Outcome.RETRIED, Outcome.DEAD):
+            # The message itself goes on, or is dead for a better reason. The log has the traceback.
+            detail = f"{decision.detail}; what follows from it could not be sent ({type(error).__name__})"
+            decision = replace(decision, detail=detail)
+        if decision.outcome in (Outcome.DONE, Outcome.SKIPPED) and error is not None:
+            delivery.failure = self._broker.dead_letters.describe(error)
+            detail = "the actor has run, but what follows from it cannot be sent"
+            return Decision(Outcome.DEAD, Reason.FOLLOW_UP_FAILED, detail)
+        if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED) and delivery.failed:
+            return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
         return decision
 
     def _publications(self, delivery: Delivery, decision: Decision) -> list[Publication]:

@@ -23,8 +23,20 @@ from .trouble import explain, is_final
 _PAUSE_S = 0.2
 
 
+class NotConnected(ConnectionFailed):
+    """No connection, or it was lost. ``final`` says that trying again cannot help."""
+
+    def __init__(self, sentence: str, *, final: bool) -> None:
+        super().__init__(sentence)  # type: ignore[no-untyped-call]  # Dramatiq leaves its constructor bare
+        self.final = final
+
+
 class RefusedDeclaration(Exception):
     """RabbitMQ refuses a declaration: what is to be declared exists with other arguments, or there is no permission."""
+
+    def __init__(self, answer: str, *, index: int) -> None:
+        super().__init__(answer)
+        self.index = index
 
 
 @contextmanager
@@ -34,7 +46,7 @@ def connected(
     """Yield a blocking connection. A server that is not there yet is waited for, ``patience_s`` at most.
 
     Raises:
-        ConnectionFailed: no connection; says why in one sentence, without a password.
+        NotConnected: no connection; says why in one sentence, without a password.
     """
     deadline = time.monotonic() + patience_s
     mine = [prepared(one, "check") for one in parameters]
@@ -49,10 +61,10 @@ def connected(
                 with _closing(connection, one):
                     yield connection
                 return
-        if all(is_final(error) for error, _ in errors) or time.monotonic() >= deadline:
-            raise ConnectionFailed(
-                "; ".join(explain(error, one, lasting=True) for error, one in errors)
-            ) from None
+        final = all(is_final(error) for error, _ in errors)
+        if final or time.monotonic() >= deadline:
+            sentence = "; ".join(explain(error, one, lasting=True) for error, one in errors)
+            raise NotConnected(sentence, final=final) from None
         time.sleep(_PAUSE_S)
 
 
@@ -61,13 +73,13 @@ def _closing(connection: pika.BlockingConnection, parameters: pika.connection.Pa
     try:
         yield
     except (pika.exceptions.AMQPConnectionError, pika.exceptions.ChannelWrongStateError) as error:
-        raise ConnectionFailed(explain(error, parameters)) from None
+        raise NotConnected(explain(error, parameters), final=is_final(error)) from None
     finally:
         if connection.is_open:
             connection.close()
 
 
-def declare(connection: pika.BlockingConnection, declarations: list[Declaration]) -> None:
+def declare(connection: pika.BlockingConnection, declarations: list[Declaration], *, index: int = 0) -> None:
     """Carry out ``declarations``.
 
     Raises:
@@ -77,8 +89,33 @@ def declare(connection: pika.BlockingConnection, declarations: list[Declaration]
     try:
         apply(declarations, channel)
     except pika.exceptions.ChannelClosedByBroker as error:
-        raise RefusedDeclaration(f"{error.reply_code} {error.reply_text}") from None
+        raise RefusedDeclaration(f"{error.reply_code} {error.reply_text}", index=index) from None
     channel.close()
+
+
+def declare_all(
+    parameters: Sequence[pika.connection.Parameters],
+    groups: Sequence[list[Declaration]],
+    *,
+    patience_s: float,
+) -> None:
+    """Declare ``groups``, from the beginning again if RabbitMQ goes away meanwhile.
+
+    Raises:
+        NotConnected: not within ``patience_s``, or it cannot help to wait.
+        RefusedDeclaration: with RabbitMQ's answer; ``index`` says which group.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            with connected(parameters, patience_s=max(deadline - time.monotonic(), 0)) as connection:
+                for index, declarations in enumerate(groups):
+                    declare(connection, declarations, index=index)
+            return
+        except NotConnected as error:
+            if error.final or time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def ready(connection: pika.BlockingConnection, queue_name: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from ..delivery import STALE, Delivery
 from .acks import AckLedger
 from .io_thread import IOThread
-from .publisher import Batch, Publication
+from .publication import Batch, Publication
 from .settler import Settler
 
 

@@ -18,7 +18,8 @@ import pika
 from ..delivery import Delivery
 from .intake import Intake
 from .io_thread import IOThread
-from .publisher import Batch, Need, Publication, Publisher
+from .publication import Batch, Need, Publication
+from .publisher import Publisher
 from .settler import Instead, Settler
 from .subscription import Subscription
 from .topology import Declaration

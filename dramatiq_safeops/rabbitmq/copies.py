@@ -19,7 +19,7 @@ import pika.data
 
 from ..delivery import Delivery
 from .delays import Hop, first_hop, next_hop, step_name
-from .publisher import Need, Publication
+from .publication import Need, Publication
 from .topology import DEAD_LETTER_EXCHANGE
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ connections that publish, and acks must not wait behind that.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,17 @@ from pika.adapters.select_connection import SelectConnection
 from .connection import Link
 from .declarer import declare_on_own_channel
 from .io_thread import IOThread
+from .publication import (
+    Batch,
+    Impossible,
+    Need,
+    Publication,
+    PublishError,
+    Refused,
+    Undeclarable,
+    Unroutable,
+    Withdrawn,
+)
 from .topology import Declaration
 from .trouble import close_reason
 
@@ -38,98 +48,11 @@ DEFAULT_FRAME_MAX = 131_072
 #: deleted, and an internal error (RabbitMQ 3.10 has one when a queue was made anew with another type).
 BLAMELESS_CODES = frozenset({0, 200, 320, 404, 541})
 
-#: Seconds after a refusal before the channel may be changed for a new one (again), and seconds to wait for the confirms that
-#: are still to come over the old one. RabbitMQ 3.10 goes on refusing on a channel on which it has refused before, also
-#: when the limit of the queue is gone.
-RENEW_AFTER_S = 3.0
+#: After a refusal the channel is changed for a new one before the next publish, if it is older than this, in seconds; and
+#: how long the confirms that are still to come over the old one are waited for. RabbitMQ 3.10 goes on refusing on a channel
+#: on which it has refused before, also when the limit of the queue is gone.
+RENEW_AFTER_S = 1.0
 RENEW_PATIENCE_S = 1.0
-
-#: What must exist before a publication can be routed, for example ("queue", "default") or ("delay", 1000).
-Need = tuple[str, Any]
-
-
-class PublishError(Exception):
-    """Why a publication was not confirmed."""
-
-
-class Withdrawn(PublishError):
-    """Nobody waits for it any more."""
-
-
-class Unroutable(PublishError):
-    """No queue takes it, also after its queue was declared again."""
-
-
-class Refused(PublishError):
-    """RabbitMQ said no to this one: its queue is over its length limit."""
-
-
-class Final(PublishError):
-    """No waiting will help."""
-
-
-class Impossible(Final):
-    """RabbitMQ closes the channel for it (too large, for example), or it cannot be written as AMQP."""
-
-
-class Undeclarable(Final):
-    """What it needs exists with other arguments."""
-
-
-@dataclass(eq=False)
-class Publication:
-    """One message to publish, and what became of it."""
-
-    exchange: str
-    routing_key: str
-    body: bytes
-    properties: pika.BasicProperties
-    needs: Sequence[Need] = ()
-    confirmed: bool = False
-    error: PublishError | None = None
-    #: Whether it was handed to the connection at least once, so that it may have arrived.
-    written: bool = False
-    returned: bool = False
-    redeclared: bool = False
-    suspect: bool = False
-    batch: Batch | None = field(default=None, repr=False)
-
-    @property
-    def destination(self) -> tuple[str, str]:
-        """What it may have to wait for: a queue by name, or an exchange with one queue behind it."""
-        return self.exchange, "" if self.exchange.startswith("safeops.delay.") else self.routing_key
-
-
-class Batch:
-    """Publications handed over together. ``done`` is set once each of them is confirmed or has failed for good."""
-
-    def __init__(
-        self, publications: Sequence[Publication], on_done: Callable[[Batch], None] | None = None
-    ) -> None:
-        self.publications = publications
-        self.done = threading.Event()
-        #: How many of them are neither confirmed nor failed.
-        self.open = len(publications)
-        self._on_done = on_done
-        for publication in publications:
-            publication.batch = self
-        if not publications:
-            self.done.set()
-
-    @property
-    def unconfirmed(self) -> list[Publication]:
-        """What RabbitMQ has not confirmed."""
-        return [one for one in self.publications if not one.confirmed]
-
-    def settle(self, publication: Publication, error: PublishError | None) -> None:
-        """Note what became of ``publication``. On the I/O thread."""
-        publication.error = error
-        publication.confirmed = error is None
-        self.open -= 1
-        if self.open == 0:
-            self.done.set()
-            if self._on_done is not None:
-                self._on_done(self)
 
 
 @dataclass
@@ -167,8 +90,9 @@ class Publisher:
         # After an error of RabbitMQ's: what was in flight is tried one by one, to find the culprit.
         self._suspects: deque[Publication] = deque()
         self._suspect_in_flight: Publication | None = None
+        self._refused = False  # over this channel, something was
+        self._opened_at = 0.0
         self._renewing = False
-        self._renew_after = 0.0
         self._declared: set[Need] = set()
         self._declaring: dict[Need, list[Publication]] = {}
 
@@ -264,6 +188,8 @@ class Publisher:
     def _channel_open(self, channel: Any) -> None:
         self._channel = channel
         self._tag = 0
+        self._refused = False
+        self._opened_at = time.monotonic()
         channel.add_on_close_callback(self._io.safely(self._channel_closed))
         channel.add_on_return_callback(self._io.safely(self._on_return))
         channel.confirm_delivery(
@@ -317,7 +243,7 @@ class Publisher:
             del self._lanes[destination]
         if not self._ready or self._blocked:
             return
-        if self._renewing:
+        if self._must_renew():
             if not self._flying:
                 self._renew(self._channel)
             return
@@ -378,7 +304,7 @@ class Publisher:
             return  # withdrawn in flight, and not counted any more
         self._out_of_flight(publication)
         if nacked:
-            self._refused()
+            self._refused = True
             self._settle(
                 publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit")
             )
@@ -392,12 +318,16 @@ class Publisher:
         else:
             self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
 
-    def _refused(self) -> None:
-        now = time.monotonic()
-        if now >= self._renew_after and not self._renewing:
+    def _must_renew(self) -> bool:
+        old = self._refused and time.monotonic() >= self._opened_at + RENEW_AFTER_S
+        if (
+            old
+            and not self._renewing
+            and (self._suspects or any(lane.waiting for lane in self._lanes.values()))
+        ):
             self._renewing = True
-            self._renew_after = now + RENEW_AFTER_S
             self._io.call_later(RENEW_PATIENCE_S, self._renew, self._channel)
+        return self._renewing
 
     def _renew(self, channel: Any) -> None:
         if self._renewing and channel is self._channel and channel.is_open:

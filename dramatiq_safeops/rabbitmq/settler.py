@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from ..delivery import Delivery
 from .io_thread import IOThread
-from .publisher import Batch, Final, Publication, Publisher
+from .publication import Batch, Final, Publication
+from .publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
