@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
+from urllib.parse import urlsplit
 
 import dramatiq.brokers.rabbitmq
 import pika
@@ -79,6 +80,11 @@ def check_urls(url: str | Sequence[str] | None) -> None:
         if not found or scheme.lower() not in ("amqp", "amqps"):
             shown = scheme if found else "no scheme"
             raise ConfigError(f"expected RabbitmqBroker.url to begin with amqp:// or amqps://, got {shown!r}")
+        if not urlsplit(one).hostname:
+            # pika would take this machine, and whatever happens to listen on its standard port.
+            raise ConfigError(
+                "expected RabbitmqBroker.url to name a host, as in amqp://user:password@host/vhost"
+            )
 
 
 class _KnownOptions(set[str]):
