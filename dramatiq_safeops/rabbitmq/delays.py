@@ -53,15 +53,19 @@ def first_hop(delay_ms: float, *, now_ms: int, exact: bool) -> Hop:
     """
     delay_ms = min(delay_ms, LONGEST_MS)
     due = delay_ms if exact else delay_ms - max(TOLERANCE_MS, delay_ms * TOLERANCE_SHARE)
-    return _hop(delay_ms, due_in=max(due, 0), now_ms=now_ms)
+    due = math.ceil(max(due, 0))  # late by less than a millisecond rather than early
+    return _hop(delay_ms, due_in=due, due_ms=now_ms + due)
 
 
 def next_hop(*, due_ms: int, left_ms: int, now_ms: int) -> Hop | None:
-    """Return the next hop of a message that came out of the ladder, or None when it is due."""
+    """Return the next hop of a message that came out of the ladder, or None when it is due.
+
+    Its due instant stays that of the first hop, so that the errors of several clocks do not add up.
+    """
     remaining = min(due_ms - now_ms, left_ms)
     if remaining <= 0:
         return None
-    return _hop(remaining, due_in=remaining, now_ms=now_ms)
+    return _hop(remaining, due_in=remaining, due_ms=due_ms)
 
 
 def step_for(delay_ms: float) -> int:
@@ -82,7 +86,6 @@ def step_name(step_ms: int) -> str:
     return f"safeops.delay.{step_ms / 1000:g}s"
 
 
-def _hop(delay_ms: float, *, due_in: float, now_ms: int) -> Hop:
+def _hop(delay_ms: float, *, due_in: int, due_ms: int) -> Hop:
     step = step_for(delay_ms)
-    due_in = math.ceil(due_in)  # late by less than a millisecond rather than early
-    return Hop(step, due_ms=now_ms + due_in, left_ms=max(due_in - step, 0))
+    return Hop(step, due_ms=due_ms, left_ms=max(due_in - step, 0))
