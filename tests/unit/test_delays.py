@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dramatiq_safeops.rabbitmq.delays import (
@@ -147,7 +147,12 @@ def test_what_the_steps_take_longer_does_not_add_up(delay_ms: int, exact: bool, 
 
 
 @settings(max_examples=600, deadline=None)
-@given(delays, st.booleans(), st.lists(st.integers(-HOUR_MS, HOUR_MS), min_size=1, max_size=80))
+@given(
+    delay_ms=delays,
+    exact=st.booleans(),
+    clocks=st.lists(st.integers(-HOUR_MS, HOUR_MS), min_size=1, max_size=80),
+)
+@example(delay_ms=3 * DAY_MS, exact=True, clocks=[0, HOUR_MS] * 20)
 def test_clocks_that_are_wrong_by_an_hour_make_a_delay_wrong_by_two_at_most(
     delay_ms: int, exact: bool, clocks: list[int]
 ):
