@@ -58,9 +58,9 @@ class Settlement:
         self.carry_out(delivery)
 
     def _look_at(self, delivery: Delivery) -> Decision | None:
+        copies.read_headers(delivery)
         if UNDECODABLE in delivery.headers:
             return Decision(Outcome.DEAD, Reason.UNREADABLE, "its AMQP headers cannot be decoded")
-        copies.read_headers(delivery)
         if copies.next_hop_of(delivery) is not None:
             return Decision(Outcome.DELAYED)
         try:
