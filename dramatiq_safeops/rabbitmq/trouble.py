@@ -79,11 +79,15 @@ def explain(error: BaseException, parameters: pika.connection.Parameters, *, las
         "user": getattr(parameters.credentials, "username", "?"),
         "vhost": parameters.virtual_host,
     }
-    if not lasting and any("StreamLostError" in str(cause) for cause in causes):
-        # pika takes it for another protocol, but it is also what a RabbitMQ does that starts or stops.
+    if any(_broke_off(cause) for cause in causes):
         return (
-            f"the connection to {facts['where']} was broken off in its handshake: RabbitMQ is just starting or stopping,"
-            " or something else listens there (AMQP is usually 5672, 15672 is the UI)"
+            f"the connection to {facts['where']} broke while it was being opened: RabbitMQ is just starting or stopping,"
+            " or something between here and there cuts connections"
+        )
+    if not lasting and any(_hung_up(cause) for cause in causes):
+        return (
+            f"what answers at {facts['where']} hung up at once: RabbitMQ is just starting or stopping, or something else"
+            " listens there (AMQP is usually 5672, 15672 is the UI)"
         )
     for kinds, sentence in _CLUES:
         if any(isinstance(cause, kinds) for cause in causes):
@@ -103,10 +107,25 @@ def explain(error: BaseException, parameters: pika.connection.Parameters, *, las
 
 def is_final(error: BaseException) -> bool:
     """Tell whether trying again cannot help: wrong login, missing vhost, no permission."""
+    causes = _causes(error)
+    if any(_broke_off(cause) for cause in causes):
+        return False
     return any(
-        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in FINAL_CODES
-        for cause in _causes(error)
+        isinstance(cause, FINAL_ERRORS) or getattr(cause, "reply_code", 0) in FINAL_CODES for cause in causes
     )
+
+
+def _broke_off(cause: BaseException) -> bool:
+    """Whether the connection was cut in the middle of its handshake: pika then guesses at a login or a protocol."""
+    if isinstance(cause, ConnectionResetError):
+        return True
+    guesses = (*FINAL_ERRORS, pika.exceptions.IncompatibleProtocolError)
+    return isinstance(cause, guesses) and "StreamLostError" in str(cause) and not _hung_up(cause)
+
+
+def _hung_up(cause: BaseException) -> bool:
+    """Whether the other side closed the connection in order, as a server does that is asked in a foreign protocol."""
+    return isinstance(cause, pika.exceptions.IncompatibleProtocolError) and "EOF" in str(cause)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
