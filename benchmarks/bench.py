@@ -140,6 +140,7 @@ def main() -> None:
     print(json.dumps(result, indent=2))
     if options.save:
         path = FOLDER / "results" / f"{result['when'][:10]}.json"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(f"written: {path}")
 
