@@ -26,8 +26,8 @@ from .trouble import address, close_reason, explain
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats unless the URL says otherwise. RabbitMQ and pika give up after two missed ones, so a
-#: dead peer is noticed within about 20 s.
+#: Seconds between two heartbeats unless the URL says otherwise. A dead peer is noticed within about half a minute: both
+#: sides give up after two missed ones, and pika looks every heartbeat plus 5 seconds.
 HEARTBEAT_S = 10
 
 #: Seconds to wait before the first reconnect, and at most. Each wait is jittered: after a restart of RabbitMQ all
