@@ -33,6 +33,8 @@ from dramatiq_safeops.testing.shared_memory import segment_of
 
 #: Generous: a machine of two cores that runs something else as well.
 PATIENCE_S = 60.0
+#: A queue that is younger than this when RabbitMQ is killed may be gone afterwards: that is RabbitMQ's doing.
+SETTLING_S = 3.0
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65_534
 
@@ -55,6 +57,8 @@ def test_a_killed_rabbitmq_comes_back_with_port_and_messages(rabbitmq: RabbitmqS
         channel.queue_declare("kept", durable=True)
         channel.confirm_delivery()
         channel.basic_publish("", "kept", b"precious", pika.BasicProperties(delivery_mode=2))
+        # RabbitMQ writes declarations to disk a moment later and confirms none of it: there is nothing to wait for.
+        time.sleep(SETTLING_S)
         rabbitmq.kill()
         assert not rabbitmq.running
         with pytest.raises(pika.exceptions.AMQPError):
