@@ -48,11 +48,13 @@ DEFAULT_FRAME_MAX = 131_072
 #: deleted, and an internal error (RabbitMQ 3.10 has one when a queue was made anew with another type).
 BLAMELESS_CODES = frozenset({0, 200, 320, 404, 541})
 
-#: After a refusal the channel is changed for a new one before the next publish, if it is older than this, in seconds; and
-#: how long the confirms that are still to come over the old one are waited for. RabbitMQ 3.10 goes on refusing on a channel
-#: on which it has refused before, also when the limit of the queue is gone.
+#: After a refusal the channel is changed for a new one before the next publish: when it is older than this, in seconds, and
+#: nothing is in flight over it; or, where there is always something, when it is older than the second number, after holding
+#: all publishes for the third. RabbitMQ 3.10 goes on refusing on a channel on which it has refused before, also when the
+#: limit of the queue is gone.
 RENEW_AFTER_S = 1.0
-RENEW_PATIENCE_S = 1.0
+RENEW_AT_LAST_S = 15.0
+RENEW_PATIENCE_S = 0.2
 
 
 @dataclass
@@ -243,9 +245,7 @@ class Publisher:
             del self._lanes[destination]
         if not self._ready or self._blocked:
             return
-        if self._must_renew():
-            if not self._flying:
-                self._renew(self._channel)
+        if self._refused and self._renew_soon():
             return
         if self._suspects or self._suspect_in_flight is not None:
             # A suspect flies alone: if the channel is closed again, it was the one.
@@ -318,15 +318,18 @@ class Publisher:
         else:
             self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
 
-    def _must_renew(self) -> bool:
-        old = self._refused and time.monotonic() >= self._opened_at + RENEW_AFTER_S
-        if (
-            old
-            and not self._renewing
-            and (self._suspects or any(lane.waiting for lane in self._lanes.values()))
-        ):
-            self._renewing = True
-            self._io.call_later(RENEW_PATIENCE_S, self._renew, self._channel)
+    def _renew_soon(self) -> bool:
+        """Change the channel if that disturbs nobody; tell whether publishes have to wait for it."""
+        age = time.monotonic() - self._opened_at
+        waiting = self._suspects or any(lane.waiting for lane in self._lanes.values())
+        if not self._renewing and waiting and age >= RENEW_AFTER_S:
+            if not self._flying:
+                self._renewing = True
+            elif age >= RENEW_AT_LAST_S:
+                self._renewing = True
+                self._io.call_later(RENEW_PATIENCE_S, self._renew, self._channel)
+        if self._renewing and not self._flying:
+            self._renew(self._channel)
         return self._renewing
 
     def _renew(self, channel: Any) -> None:
