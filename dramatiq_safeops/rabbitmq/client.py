@@ -105,29 +105,25 @@ class Client:
         """
         self.closed = True
         deadline = time.monotonic() + timeout_s
-        idle = threading.Event()
+        self._wait_until(lambda: self._publisher.idle and self._intake.flushed, timeout_s)
+        self._io.call(self._intake.close)
+        self._io.call(self._publisher.close)
+        left = max(deadline - time.monotonic(), 1.0)
+        self._wait_until(lambda: self._publisher.closed and self._intake.closed, left)
+        self._io.stop(timeout=1.0)
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until ``condition``, which is looked at on the I/O thread, holds; ``timeout_s`` at most."""
+        holds = threading.Event()
 
         def look() -> None:
-            if self._publisher.idle and self._intake.flushed:
-                idle.set()
+            if condition():
+                holds.set()
             else:
                 self._io.call_later(0.01, look)
 
         self._io.call(look)
-        idle.wait(timeout_s)
-        self._io.call(self._intake.close)
-        self._io.call(self._publisher.close)
-        closed = threading.Event()
-
-        def closing() -> None:
-            if self._publisher.closed and self._intake.closed:
-                closed.set()
-            else:
-                self._io.call_later(0.01, closing)
-
-        self._io.call(closing)
-        closed.wait(max(deadline - time.monotonic(), 1.0))
-        self._io.stop(timeout=1.0)
+        holds.wait(timeout_s)
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's sockets without a word on the wire.

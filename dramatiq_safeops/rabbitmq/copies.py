@@ -18,6 +18,7 @@ import pika
 import pika.data
 
 from ..delivery import Delivery
+from ..options import MOST
 from .delays import Hop, first_hop, next_hop, step_name
 from .publication import Need, Publication
 from .topology import DEAD_LETTER_EXCHANGE
@@ -56,9 +57,6 @@ FOREIGN_LIMIT = 32_768
 
 #: AMQP's short strings (message id, routing key) hold 255 bytes.
 _SHORT_STRING = 255
-
-#: The largest count that a header may claim: beyond it somebody plays with us.
-_MOST = 2**53
 
 
 def now_ms() -> int:
@@ -119,7 +117,7 @@ def next_hop_of(delivery: Delivery) -> Hop | None:
 def count_in(headers: Mapping[str, Any], name: str) -> int:
     """Return a count from ``headers``; 0 if it is missing or makes no sense."""
     value = headers.get(name)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST:
         return value
     return 0
 
