@@ -1,4 +1,4 @@
-"""Checks before a worker starts: is the stack in order, and does every option exist?
+"""Checks before a broker is made or an actor declared: does every option exist?
 
 Runs in: worker processes, and wherever actors are declared. Needs: nothing.
 """
@@ -12,37 +12,9 @@ from urllib.parse import urlsplit
 
 import dramatiq.brokers.rabbitmq
 import pika
-from dramatiq.middleware import Middleware
 
 from .errors import ConfigError, refuse
-from .middleware import ORDER, STOCK_TWINS
 from .options import check_known, did_you_mean
-
-
-def check_stack(middleware: Sequence[Middleware]) -> None:
-    """Raise ``ConfigError`` if a guard stands twice, in the wrong place, or beside the stock middleware it replaces."""
-    places = [type(one) for one in middleware]
-    for one in middleware:
-        for stock, ours in STOCK_TWINS.items():
-            if isinstance(one, stock) and not isinstance(one, ours):
-                raise ConfigError(
-                    f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it decides by itself what"
-                    f" becomes of a message; use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
-                )
-    last: tuple[int, str] = (-1, "")
-    for kind in places:
-        rank = next((i for i, ours in enumerate(ORDER) if issubclass(kind, ours)), None)
-        if rank is None:
-            continue
-        if rank == last[0]:
-            raise ConfigError(f"{kind.__name__} stands twice in the middleware list: remove one of them")
-        if rank < last[0]:
-            raise ConfigError(
-                f"{kind.__name__} stands below {last[1]} in the middleware list: the order is"
-                f" {', '.join(ours.__name__ for ours in ORDER)}; safe_stack() returns it"
-            )
-        last = (rank, kind.__name__)
-
 
 _OWN_PARAMETERS = {
     *("url", "middleware", "queue_type", "max_priority", "send_timeout", "park_limit"),

@@ -2,8 +2,7 @@
 
 Runs in: every process. Needs: RabbitMQ; nothing is opened before the first message is sent or consumed.
 
-Three parts do the work: ``outgoing`` sends, ``processing`` runs the hooks around an actor, ``settlement`` decides where
-an arriving message goes and carries out what became of it.
+What becomes of a message is ``SafeBroker``'s part; how it travels is this one's.
 """
 
 from __future__ import annotations
@@ -20,31 +19,28 @@ import dramatiq.brokers.rabbitmq
 import dramatiq.worker
 import pika
 from dramatiq.broker import Consumer as DramatiqConsumer
-from dramatiq.common import current_millis, q_name
+from dramatiq.common import q_name
 from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
-from dramatiq.middleware import Middleware, MiddlewareError
+from dramatiq.middleware import Middleware
 
 from . import outgoing
-from .boot import check_overrides, check_parameters, check_stack, check_urls, known_options
-from .delivery import Delivery
+from .boot import check_overrides, check_parameters, check_urls
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
-from .middleware import DeadLetters, Guard, safe_stack
-from .options import check_above_zero, check_number, check_one_of, is_number
-from .processing import Processing
+from .middleware import safe_stack
+from .options import check_above_zero, check_one_of
+from .outcome import DEFAULT_PARK_LIMIT
 from .rabbitmq import admin, topology
 from .rabbitmq.client import Client
 from .rabbitmq.consumer import Consumer
 from .rabbitmq.publication import Need
-from .settlement import Settlement
+from .safe_broker import SafeBroker
 
 if TYPE_CHECKING:
-    from dramatiq import Actor, Message
+    from dramatiq import Message
 
 #: Milliseconds that send() waits for RabbitMQ's confirm.
 DEFAULT_SEND_TIMEOUT = 10_000
-#: Milliseconds that a message for which this fleet is not ready (unknown actor, for example) is parked in all.
-DEFAULT_PARK_LIMIT = 3_600_000
 #: Seconds that a worker waits at its start for a RabbitMQ that is not there yet.
 BOOT_PATIENCE_S = 10.0
 #: Seconds that close() waits for what is on its way.
@@ -53,7 +49,7 @@ CLOSE_PATIENCE_S = 5.0
 EXIT_PATIENCE_S = 1.0
 
 
-class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
+class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
     """A drop-in for Dramatiq's ``RabbitmqBroker`` that loses nothing. One changed import.
 
     Every publish is confirmed and mandatory; a message is acked only after what became of it is safe at RabbitMQ.
@@ -91,23 +87,19 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         self._lock = threading.Lock()
         self._client_now: Client | None = None
         self._worker: dramatiq.Worker | None = None
-        self._processing = Processing(self)
-        self._settlement = Settlement(self)
-        #: Writes the record of a dead letter; the guard of that name, if the list has one.
-        self.dead_letters = DeadLetters()
         try:
             check_overrides(type(self))
             check_urls(url)
             check_parameters(kwargs)
             check_one_of("RabbitmqBroker.queue_type", queue_type, topology.QUEUE_TYPES)
             check_above_zero("RabbitmqBroker.send_timeout", send_timeout)
-            check_number("RabbitmqBroker.park_limit", park_limit)
             if max_priority is not None and queue_type == "quorum":
                 raise ConfigError(
                     "max_priority does not work on quorum queues, RabbitMQ refuses it: use queue_type='classic',"
                     " or a queue of its own for what is urgent"
                 )
             super().__init__(
+                park_limit=park_limit,
                 confirm_delivery=True,
                 url=url,
                 middleware=safe_stack() if middleware is None else middleware,
@@ -120,22 +112,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         except (ValueError, TypeError, RuntimeError) as error:
             refuse(mask(f"RabbitmqBroker cannot be made of these parameters: {error}"))
         self.queue_type = queue_type
-        self.park_limit = park_limit
-        self.actor_options = known_options(self.actor_options)
         self._send_timeout_s = send_timeout / 1000
         _brokers.add(self)
 
     # -- declaring
-
-    def declare_actor(self, actor: Actor[..., Any]) -> None:
-        """Declare ``actor``, after every guard has looked at its options."""
-        try:
-            for middleware in self.middleware:
-                if isinstance(middleware, Guard):
-                    middleware.check_actor(actor)
-        except ConfigError as error:
-            refuse(str(error))
-        super().declare_actor(actor)
 
     def declare_queue(self, queue_name: str, *, ensure: bool = False) -> None:
         """Register a queue; with ``ensure`` also declare it on RabbitMQ.
@@ -154,99 +134,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         if ensure:
             self._declare_now([("queue", name)])
 
-    def add_middleware(
-        self,
-        middleware: Middleware,
-        *,
-        before: type[Middleware] | None = None,
-        after: type[Middleware] | None = None,
-    ) -> None:
-        """Add a middleware as Dramatiq does, and let a guard look at the actors that exist already."""
-        super().add_middleware(middleware, before=before, after=after)
-        if isinstance(middleware, DeadLetters):
-            self.dead_letters = middleware
-        if isinstance(middleware, Guard):
-            for actor in self.actors.values():
-                middleware.check_actor(actor)
-
     # -- sending
 
-    def enqueue(self, message: Message[Any], *, delay: float | None = None) -> Message[Any]:
-        """Send ``message``, after ``delay`` milliseconds if given. Returns once RabbitMQ has confirmed it.
-
-        Between the end of an actor and the ack of its message this only collects: the message is sent as part of what
-        becomes of that one.
-
-        Raises:
-            SendUncertain: no confirm within ``send_timeout``; carries ``.message``, to be enqueued again.
-            SendRefused, QueueFull: RabbitMQ does not take it.
-            QueueMissing: no queue takes it, also after its queue was declared again.
-            QueueConflict: its queue exists with other arguments.
-        """
-        message, delay = _canonical(message, delay)
-        self.declare_queue(message.queue_name)
-        if self._processing.collecting:
-            return self._processing.collect(message, delay)
-        self.emit_before("enqueue", message, delay)
-        outgoing.send(self.client, [message], delay=delay, patience_s=self._send_timeout_s)
-        self.emit_after("enqueue", message, delay)
-        return message
-
-    def send_many(
-        self, messages: Sequence[Message[Any]], *, delay: float | None = None
-    ) -> list[Message[Any]]:
-        """Send many messages with few round trips. Returns once RabbitMQ has confirmed all of them.
-
-        Raises: as ``enqueue``. The error's ``unconfirmed`` holds exactly the messages that were not confirmed. The time
-        budget starts anew with every confirm.
-        """
-        if self._processing.collecting:
-            return [self.enqueue(message, delay=delay) for message in messages]
-        messages = [_canonical(message, delay)[0] for message in messages]
-        for message in messages:
-            self.declare_queue(message.queue_name)
-            self.emit_before("enqueue", message, delay)
+    def _publish(self, messages: Sequence[Message[Any]], *, delay: float | None) -> None:
         outgoing.send(self.client, messages, delay=delay, patience_s=self._send_timeout_s)
-        for message in messages:
-            self.emit_after("enqueue", message, delay)
-        return messages
-
-    # -- the hooks
-
-    def emit_before(self, signal: str, *args: Any, **kwargs: Any) -> None:
-        """Run before-hooks as Dramatiq does, but a guard that breaks never lets the actor run."""
-        if signal == "process_message":
-            self._processing.before(args[0])
-            return
-        if signal == "worker_boot":
-            self._check_boot(args[0])
-        if not self._is_told(f"before_{signal}", args):
-            return
-        try:
-            super().emit_before(signal, *args, **kwargs)
-        except MiddlewareError:
-            if signal not in ("ack", "nack"):
-                raise
-            # Dramatiq would give up here, and the message would stay un-acked for good.
-            self.logger.critical("Unexpected failure in before_%s.", signal, exc_info=True)
-
-    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
-        """Run after-hooks as Dramatiq does. The outcome is decided before the first one, and follow-ups are collected."""
-        if signal == "process_message":
-            self._processing.after(args[0], **kwargs)
-        elif signal == "skip_message":
-            self._processing.after_skip(args[0])
-        elif self._is_told(f"after_{signal}", args):
-            super().emit_after(signal, *args, **kwargs)
-        if signal == "worker_shutdown":
-            self._worker = None
-
-    def _is_told(self, hook: str, args: tuple[Any, ...]) -> bool:
-        """Whether anybody is told of this ack or nack: not of a park, which is no end, and not if nobody listens."""
-        if not hook.endswith("ack"):
-            return True
-        decision = args[0].decision
-        return bool(self._processing.hooks_of(hook)) and (decision is None or decision.counts_for_hooks)
 
     # -- consuming
 
@@ -259,18 +150,14 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
         name = q_name(queue_name)
         self.declare_queue(name)
         client = self.client
-        subscription = client.subscribe(name, self._prefetch(prefetch), self._settlement.admit)
-        return Consumer(client, subscription, timeout_s=timeout / 1000, carry_out=self._carry_out)
+        subscription = client.subscribe(name, self._prefetch(prefetch), self.admit)
+        return Consumer(client, subscription, timeout_s=timeout / 1000, carry_out=self.carry_out)
 
     def _prefetch(self, asked: int) -> int:
         worker = self._worker
         if worker is None or dramatiq.worker.QUEUE_PREFETCH:
             return asked
         return max(1, asked // len(worker.consumer_whitelist or self.queues))
-
-    def _carry_out(self, delivery: Delivery) -> None:
-        self._processing.stop_collecting()
-        self._settlement.carry_out(delivery)
 
     @property
     def client(self) -> Client:
@@ -318,13 +205,10 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
 
     def _check_boot(self, worker: dramatiq.Worker) -> None:
         """Refuse a start that cannot go well, before any middleware has started anything for this worker."""
+        super()._check_boot(worker)
         self._worker = worker
+        needs: list[Need] = [("queue", name) for name in sorted(worker.consumer_whitelist or self.queues)]
         try:
-            check_stack(self.middleware)
-            for middleware in self.middleware:
-                if isinstance(middleware, Guard):
-                    middleware.check_boot(self)
-            needs: list[Need] = [("queue", name) for name in sorted(worker.consumer_whitelist or self.queues)]
             self._declare_now([*needs, ("ladder", None)], patience_s=BOOT_PATIENCE_S)
         except ConfigError as error:
             refuse(str(error))
@@ -332,6 +216,12 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
             if under_dramatiq_command():
                 leave(str(error), EXIT_UNREACHABLE)
             raise
+
+    def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
+        """Run after-hooks, see ``SafeBroker``."""
+        super().emit_after(signal, *args, **kwargs)
+        if signal == "worker_shutdown":
+            self._worker = None
 
     def _declare_now(self, needs: Sequence[Need], *, patience_s: float = 0) -> None:
         try:
@@ -370,23 +260,6 @@ class RabbitmqBroker(dramatiq.brokers.rabbitmq.RabbitmqBroker):
                 held = self.client.unsettled(name)
                 successes = 0 if waiting or delayed or held else successes + 1
                 connection.sleep(idle_time / 1000)
-
-
-def _canonical(message: Message[Any], delay: float | None) -> tuple[Message[Any], float | None]:
-    """Return ``message`` as it is sent, and its delay.
-
-    ``eta`` is a note for whoever looks at it; what rules is the ladder. What stock Dramatiq's ``enqueue(delay=)`` returned
-    names a delay queue, which nobody consumes here, and has its delay in ``eta`` only.
-    """
-    queue_name = q_name(message.queue_name)
-    if queue_name != message.queue_name:
-        eta = message.options.get("eta")
-        if delay is None and is_number(eta):
-            delay = max(eta - current_millis(), 0)
-        message = message.copy(queue_name=queue_name)
-    if delay is not None:
-        message = message.copy(options={"eta": current_millis() + delay})
-    return message, delay
 
 
 _brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()

@@ -50,6 +50,14 @@ def number_of(
     return option_of(name, {}, actor, default)  # type: ignore[no-any-return]
 
 
+def count_in(table: Mapping[str, Any], name: str) -> int:
+    """Return a count from headers or options, which come from outside; 0 if it is missing or makes no sense."""
+    value = table.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST:
+        return value
+    return 0
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Tell whether ``value`` is an int or a float that can be reckoned with: not a bool, not NaN, not beyond 2**53."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -MOST <= value <= MOST

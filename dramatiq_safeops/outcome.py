@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from .delivery import Delivery
 
 
+#: Milliseconds. A parked message is looked at again after about a second, later less often, and at least this often: it
+#: should run within seconds once a worker is there that knows it.
+PARK_FIRST_MS = 1_000
+PARK_MOST_MS = 10_000
+PARK_GROWTH = 1.5
+
+#: Milliseconds that a message for which this fleet is not ready (unknown actor, for example) is parked in all.
+DEFAULT_PARK_LIMIT = 3_600_000
+
+
 class Outcome(str, Enum):
     """What becomes of a delivery, and how it is carried out."""
 
@@ -69,6 +79,24 @@ class Decision:
         """Whether ``before_ack``, ``after_nack`` and so on are told: only when this message has come to an end or
         charged an attempt. Whoever stores results there must not take a park for an end."""
         return self.outcome in _COUNTS
+
+    @classmethod
+    def parked(
+        cls,
+        reason: str,
+        detail: str,
+        *,
+        parks: int,
+        waited_ms: float,
+        limit_ms: float,
+        jitter: Callable[[], float],
+    ) -> Decision:
+        """Return the decision to park what was parked ``parks`` times before, or, after ``limit_ms`` in all, to bury it."""
+        if waited_ms >= limit_ms:
+            waited = f", after {parks} parks of {waited_ms / 1000:.0f} s in all" if parks else ""
+            return cls(Outcome.DEAD, reason, detail + waited)
+        delay = min(PARK_MOST_MS, PARK_FIRST_MS * PARK_GROWTH ** min(parks, 20)) * (0.75 + jitter() / 2)
+        return cls(Outcome.PARKED, reason, detail, min(delay, limit_ms - waited_ms))
 
 
 _COUNTS = frozenset({Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED, Outcome.DEAD})
@@ -116,15 +144,19 @@ def decide(
     if delivery.turned_away is not None:
         return delivery.turned_away
     if exception is not None:
-        return _failed(delivery.retries, exception, policy, jitter)
+        return after_failure(delivery.retries, exception, policy, jitter)
     if delivery.failed:
         return Decision(Outcome.DEAD, Reason.REJECTED, "a middleware called message.fail()")
     return SKIPPED if skipped else DONE
 
 
-def _failed(
-    retries: int, exception: BaseException, policy: RetryPolicy, jitter: Callable[[], float]
+def after_failure(
+    retries: int,
+    exception: BaseException,
+    policy: RetryPolicy = NO_RETRIES,
+    jitter: Callable[[], float] = random.random,
 ) -> Decision:
+    """Return what becomes of a message whose actor raised ``exception`` and has been retried ``retries`` times before."""
     name = type(exception).__name__
     if isinstance(exception, Shutdown):
         return Decision(Outcome.RETURNED, Reason.SHUTDOWN, "interrupted by the shutdown of its worker")

@@ -28,7 +28,7 @@ from .settlement import park
 if TYPE_CHECKING:
     from dramatiq import Message
 
-    from .broker import RabbitmqBroker
+    from .safe_broker import SafeBroker
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Here(threading.local):
 class Processing:
     """Runs the hooks of one broker. Thread-safe: what it remembers is kept per thread or on the delivery."""
 
-    def __init__(self, broker: RabbitmqBroker) -> None:
+    def __init__(self, broker: SafeBroker) -> None:
         self._broker = broker
         self._here = _Here()
         self._hooks: dict[str, list[Hook]] = {}
@@ -65,6 +65,9 @@ class Processing:
         if not delivery.leave_buffer(STARTED):
             delivery.decision = STALE
             raise SkipMessage("its channel is gone, RabbitMQ delivers it again")
+        if delivery.turned_away is not None:
+            delivery.fail()
+            raise SkipMessage(delivery.turned_away.detail)
         for middleware, hook in self.hooks_of("before_process_message"):
             delivery.entered += 1
             try:
@@ -192,7 +195,7 @@ class Processing:
 
     @property
     def _dead_letters(self) -> DeadLetters:
-        return self._broker.dead_letters
+        return self._broker.dead_letters_guard
 
     def hooks_of(self, signal: str) -> list[Hook]:
         """Return the middlewares that implement ``signal``, in the order in which they are called.

@@ -6,52 +6,58 @@ Runs in: worker processes: ``admit`` on the I/O thread, ``carry_out`` in any thr
 from __future__ import annotations
 
 import logging
+import queue
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from .delivery import RETURNED, STARTED, Delivery
 from .encoder import Unreadable, decode
+from .options import count_in
 from .outcome import Decision, Outcome, Reason, decide
 from .rabbitmq import copies
 from .rabbitmq.connection import UNDECODABLE
 from .rabbitmq.publication import Final, Publication
-from .rabbitmq.subscription import Subscription
 from .signature import misfit
 
 if TYPE_CHECKING:
-    from .broker import RabbitmqBroker
+    from .safe_broker import SafeBroker
 
 logger = logging.getLogger(__name__)
-
-#: A parked message is looked at again after about a second, later less often, and at least this often: it should run
-#: within seconds once a worker is there that knows it.
-PARK_FIRST_MS = 1_000
-PARK_MOST_MS = 10_000
-PARK_GROWTH = 1.5
 
 #: Characters of an actor's name or of a mismatch that go into the log and into the dead letter.
 MOST_DETAIL = 500
 
 
+class Inbox(Protocol):
+    """Where the deliveries go that a worker thread shall see."""
+
+    buffer: queue.SimpleQueue[Delivery]
+
+
 class Settlement:
     """Admits and settles the deliveries of one broker. Thread-safe."""
 
-    def __init__(self, broker: RabbitmqBroker) -> None:
+    def __init__(self, broker: SafeBroker) -> None:
         self._broker = broker
 
     # -- on arrival
 
-    def admit(self, delivery: Delivery, subscription: Subscription) -> None:
-        """Hand ``delivery`` to the worker threads, or settle it right here. Never raises."""
+    def admit(self, delivery: Delivery, inbox: Inbox) -> None:
+        """Hand ``delivery`` to the worker threads, or settle it right here. Never raises.
+
+        What dies here and can be read goes to a worker thread all the same: Results and other middlewares must be told,
+        and may do I/O. ``Processing.before`` keeps its actor from running.
+        """
         try:
             decision = self._look_at(delivery)
         except Exception as error:
             logger.critical("Unexpected failure on arrival of a message.", exc_info=True)
             decision = Decision(Outcome.DEAD, Reason.UNREADABLE, f"{type(error).__name__} on arrival")
-        if decision is None:
-            subscription.buffer.put(delivery)
+        if decision is None or (decision.outcome is Outcome.DEAD and delivery.readable):
+            delivery.turned_away = decision
+            inbox.buffer.put(delivery)
             return
         delivery.decision = decision
         delivery.leave_buffer(RETURNED)
@@ -143,7 +149,7 @@ class Settlement:
             detail = f"{decision.detail}; what follows from it could not be sent ({type(error).__name__})"
             decision = replace(decision, detail=detail)
         if decision.outcome in (Outcome.DONE, Outcome.SKIPPED) and error is not None:
-            delivery.failure = self._broker.dead_letters.describe(error)
+            delivery.failure = self._broker.dead_letters_guard.describe(error)
             detail = "the actor has run, but what follows from it cannot be sent"
             return Decision(Outcome.DEAD, Reason.FOLLOW_UP_FAILED, detail)
         if decision.outcome in (Outcome.DONE, Outcome.SKIPPED, Outcome.RETRIED) and delivery.failed:
@@ -169,26 +175,27 @@ class Settlement:
 
     def _dead_letter(self, delivery: Delivery, decision: Decision) -> Publication:
         frame_max = delivery.channel.frame_max
-        record = self._broker.dead_letters.record(self._broker, delivery, decision, frame_max=frame_max)
+        record = self._broker.dead_letters_guard.record(self._broker, delivery, decision, frame_max=frame_max)
         return copies.dead_letter(delivery, record)
 
 
 def park(delivery: Delivery, reason: str, detail: str, *, limit_ms: float) -> Decision:
     """Return the decision to park ``delivery``, or to bury it if it has been parked for ``limit_ms`` already."""
-    parks = copies.count_in(delivery.headers, copies.PARKS)
-    waited = copies.count_in(delivery.headers, copies.PARKED_MS)
-    if waited >= limit_ms:
-        return Decision(
-            Outcome.DEAD, reason, f"{detail}, after {parks} parks of {waited / 1000:.0f} s in all"
-        )
-    detail = detail[:MOST_DETAIL]
-    if parks == 0:
+    parks = count_in(delivery.headers, copies.PARKS)
+    decision = Decision.parked(
+        reason,
+        detail[:MOST_DETAIL],
+        parks=parks,
+        waited_ms=count_in(delivery.headers, copies.PARKED_MS),
+        limit_ms=limit_ms,
+        jitter=random.random,
+    )
+    if parks == 0 and decision.outcome is Outcome.PARKED:
         logger.warning(
             "Message %r is parked (%s). If no worker can run it within %d seconds, it is a dead letter.",
             delivery.known_id,
-            detail,
+            decision.detail,
             limit_ms / 1000,
             extra={"event": "message.parked", "queue": delivery.queue, "reason": reason},
         )
-    delay = min(PARK_MOST_MS, PARK_FIRST_MS * PARK_GROWTH ** min(parks, 20)) * random.uniform(0.75, 1.25)
-    return Decision(Outcome.PARKED, reason, detail, min(delay, limit_ms - waited))
+    return decision

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import dramatiq.middleware
-from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines, ShutdownNotifications
-
-from ..errors import refusing
-from ..options import check_known
 from .age_limit import AgeLimit
 from .dead_letters import DeadLetters
 from .guard import Guard, turn_away
 from .retries import Retries
+from .stack import ORDER, STOCK_TWINS, check_stack, safe_stack
 from .time_limit import TimeLimit
 
 __all__ = [
@@ -23,55 +17,7 @@ __all__ = [
     "Guard",
     "Retries",
     "TimeLimit",
+    "check_stack",
     "safe_stack",
     "turn_away",
 ]
-
-#: Before-hooks run from the top down, after-hooks from the bottom up. TimeLimit is last: it announces the body, and
-#: nothing may come between.
-ORDER: tuple[type[Guard], ...] = (DeadLetters, Retries, AgeLimit, TimeLimit)
-
-#: Dramatiq's middlewares that decide by themselves what becomes of a message, and ours that take their place.
-STOCK_TWINS: dict[type[Middleware], type[Guard]] = {
-    dramatiq.middleware.Retries: Retries,
-    dramatiq.middleware.AgeLimit: AgeLimit,
-    dramatiq.middleware.TimeLimit: TimeLimit,
-}
-
-_OPTIONS: dict[str, type[Guard]] = {
-    "app_version": DeadLetters,
-    "max_retries": Retries,
-    "min_backoff": Retries,
-    "max_backoff": Retries,
-    "retry_when": Retries,
-    "max_age": AgeLimit,
-    "time_limit": TimeLimit,
-}
-
-
-@refusing
-def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
-    """Return the whole list of middlewares for a broker, in the one right order.
-
-    Parameters:
-        strict: an actor without a ``time_limit`` is an error instead of a warning.
-        **options: defaults of the guards: ``app_version``, ``max_retries``, ``min_backoff``, ``max_backoff``,
-            ``retry_when``, ``max_age``, ``time_limit``. What they mean stands with the guards.
-
-    Raises:
-        ConfigError: an option is unknown or its value makes no sense.
-    """
-    check_known("safe_stack()", options, _OPTIONS)
-    given: dict[type[Guard], dict[str, Any]] = {guard: {} for guard in ORDER}
-    for name, value in options.items():
-        given[_OPTIONS[name]][name] = value
-    return [
-        DeadLetters(**given[DeadLetters]),
-        Retries(**given[Retries]),
-        AgeLimit(**given[AgeLimit]),
-        ShutdownNotifications(),
-        Callbacks(),
-        Pipelines(),
-        CurrentMessage(),
-        TimeLimit(strict=strict, **given[TimeLimit]),
-    ]

@@ -44,4 +44,6 @@ class AgeLimit(Guard, dramatiq.middleware.AgeLimit):
             return
         age = current_millis() - message.message_timestamp
         if age >= max_age:
-            turn_away(message, Outcome.DEAD, Reason.TOO_OLD, f"{age} ms old, max_age is {max_age:g} ms")
+            turn_away(
+                broker, message, Outcome.DEAD, Reason.TOO_OLD, f"{age} ms old, max_age is {max_age:g} ms"
+            )

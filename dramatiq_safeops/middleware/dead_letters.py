@@ -8,15 +8,20 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import dramatiq.middleware
+
 from ..dead_letter import ExceptionRecord, dead_letter_headers, describe_exception
 from ..errors import ConfigError
+from ..options import count_in
 from ..rabbitmq import copies
 from ..rabbitmq.topology import dead_letter_queue
+from .foreign import is_foreign
 from .guard import Guard
 from .retries import Retries
 
 if TYPE_CHECKING:
     from dramatiq import Broker
+    from dramatiq.broker import MessageProxy
 
     from ..delivery import Delivery
     from ..outcome import Decision
@@ -45,6 +50,20 @@ class DeadLetters(Guard):
         if app_version is not None and not isinstance(app_version, str):
             raise ConfigError(f"expected DeadLetters.app_version to be a string, got {app_version!r}")
         self.app_version = app_version
+
+    def after_process_message(
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        """On a foreign broker: reject what failed where nobody else would, as such a broker acks it."""
+        if exception is None or not is_foreign(broker):
+            return
+        if not any(isinstance(one, dramatiq.middleware.Retries) for one in broker.middleware):
+            message.fail()
 
     def describe(self, exception: BaseException) -> ExceptionRecord:
         """Return what is kept of ``exception``: bounded, masked, without a reference to its frames."""
@@ -76,7 +95,7 @@ class DeadLetters(Guard):
             exception=delivery.failure,
             attempts=delivery.attempts,
             max_attempts=self._max_attempts(broker, delivery) if actor in broker.actors else None,
-            parks=copies.count_in(delivery.headers, copies.PARKS),
+            parks=count_in(delivery.headers, copies.PARKS),
             first_seen_ms=delivery.first_seen_ms,
             failed_at_ms=copies.now_ms(),
             enqueued_at_ms=delivery.message_timestamp if delivery.readable else None,

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import dramatiq.middleware
 from dramatiq.errors import Retry
 
+from ..dead_letter import describe_exception
 from ..delivery import Delivery
 from ..errors import ConfigError
-from ..options import check_number, number_of, option_of
-from ..outcome import Outcome, Reason, RetryPolicy
+from ..options import check_number, count_in, number_of, option_of
+from ..outcome import Decision, Outcome, Reason, RetryPolicy, after_failure
+from .foreign import carry_out, is_foreign
 from .guard import Guard
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ DEFAULT_MAX_RETRIES = 4
 DEFAULT_MIN_BACKOFF = 30_000
 #: Milliseconds, Dramatiq's own limit: a week.
 DEFAULT_MAX_BACKOFF = 7 * 86_400_000
+#: Bytes of a traceback that travel in a message's options on a foreign broker.
+FOREIGN_TRACEBACK_LIMIT = 16_384
 
 
 class Retries(Guard, dramatiq.middleware.Retries):
@@ -104,9 +108,14 @@ class Retries(Guard, dramatiq.middleware.Retries):
     ) -> None:
         """Tell whom it concerns. What becomes of the message was decided before this hook."""
         # Dramatiq's own hook would decide a second time, and enqueue the retry itself.
-        if exception is None or not isinstance(message, Delivery) or message.decision is None:
+        if exception is None:
             return
-        decision = message.decision
+        if is_foreign(broker):
+            decision = self._decide_here(broker, message, exception)
+        elif isinstance(message, Delivery) and message.decision is not None:
+            decision = message.decision
+        else:
+            return
         if decision.outcome is Outcome.RETRIED:
             logger.info(
                 "Retrying message %r in %d milliseconds.",
@@ -121,11 +130,21 @@ class Retries(Guard, dramatiq.middleware.Retries):
         elif decision.reason == Reason.RETRIES_EXHAUSTED:
             self._tell_exhausted(broker, message)
 
-    def _tell_exhausted(self, broker: Broker, message: Delivery) -> None:
+    def _decide_here(self, broker: Broker, message: MessageProxy, exception: BaseException) -> Decision:
+        """Decide as ``RabbitmqBroker`` does, and carry it out as far as another broker can."""
+        policy = self.policy_for(broker, message)
+        decision = after_failure(count_in(message.options, "retries"), exception, policy)
+        described = describe_exception(exception, limit=FOREIGN_TRACEBACK_LIMIT)
+        carry_out(broker, message, decision, traceback=described.traceback)
+        return decision
+
+    def _tell_exhausted(self, broker: Broker, message: MessageProxy) -> None:
         target = option_of("on_retry_exhausted", message.options, broker.actors.get(message.actor_name), None)
         if target is not None:
             policy = self.policy_for(broker, message)
-            retries = message.retries
+            retries = (
+                message.retries if isinstance(message, Delivery) else count_in(message.options, "retries")
+            )
             broker.get_actor(target).send(
                 message.asdict(), {"retries": retries, "max_retries": policy.max_retries}
             )

@@ -18,7 +18,7 @@ import pika
 import pika.data
 
 from ..delivery import Delivery
-from ..options import MOST
+from ..options import count_in
 from .delays import Hop, first_hop, next_hop, step_name
 from .publication import Need, Publication
 from .topology import DEAD_LETTER_EXCHANGE
@@ -112,14 +112,6 @@ def next_hop_of(delivery: Delivery) -> Hop | None:
     return next_hop(
         due_ms=count_in(delivery.headers, DUE), left_ms=count_in(delivery.headers, LEFT), now_ms=now_ms()
     )
-
-
-def count_in(headers: Mapping[str, Any], name: str) -> int:
-    """Return a count from ``headers``; 0 if it is missing or makes no sense."""
-    value = headers.get(name)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST:
-        return value
-    return 0
 
 
 # -- on the way out

@@ -419,7 +419,7 @@ def test_guard_broken_for_good(impatient: Bench):
 
 
 def test_parked_on_arrival(impatient: Bench):
-    """Hurts users of Results: what no worker knows has not run, so no hook may see it."""
+    """Hurts users of Results: what is parked has not come to its end, so no hook may see it; of its death all are told."""
     bench = impatient
 
     sent = bench.send("from_the_next_version", "march")
@@ -430,9 +430,9 @@ def test_parked_on_arrival(impatient: Bench):
     assert letters[other].headers["x-safeops-reason"] == "arguments_do_not_fit"
     for message_id in (sent, other):
         assert letters[message_id].headers["x-safeops-attempts"] == 0
-        assert bench.log.hooks[message_id] == []
-        assert bench.result_of(message_id) is None
+        assert bench.wait_for(message_id, *NACK) == NACK
     assert bench.ran == []
+    wait_until(lambda: isinstance(bench.result_of(other), ResultFailure), PATIENCE_S)
 
 
 # --- follow-ups ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from dramatiq_safeops.dead_letter import ExceptionRecord
 from dramatiq_safeops.delivery import Delivery
 from dramatiq_safeops.encoder import decode
+from dramatiq_safeops.options import count_in
 from dramatiq_safeops.rabbitmq import copies
 from dramatiq_safeops.rabbitmq.publication import Publication
 
@@ -99,8 +100,8 @@ def test_what_is_known_about_a_message_survives_any_way_through_the_ladder(way: 
         assert delivery.body == BODY
         assert delivery.retries == retries
         assert delivery.attempt == retries + 1
-        assert copies.count_in(delivery.headers, copies.PARKS) == parks
-        assert copies.count_in(delivery.headers, copies.PARKED_MS) == waited
+        assert count_in(delivery.headers, copies.PARKS) == parks
+        assert count_in(delivery.headers, copies.PARKED_MS) == waited
         assert delivery.first_seen_ms == first_seen
         assert delivery.headers["x-trace"] == "t-1"
         assert delivery.message_id == "m-1"
@@ -417,15 +418,15 @@ def test_no_header_of_a_stranger_breaks_a_worker_or_what_it_publishes(headers: d
     first, second, *_ = (again(one) for one in publications)
     assert first.retries == delivery.retries + 1
     assert second.retries == delivery.retries
-    assert copies.count_in(second.headers, copies.PARKED_MS) >= 2_000
+    assert count_in(second.headers, copies.PARKED_MS) >= 2_000
 
 
 @pytest.mark.parametrize("value", [-1, True, "3", 2**60, None, [3], 1.5])
 @pytest.mark.parametrize("name", [copies.RETRIES, copies.PARKS, copies.PARKED_MS, copies.FIRST_SEEN])
 def test_a_count_that_makes_no_sense_counts_as_absent(name: str, value: Any):
     """Hurts everybody: a header anybody may write must not be able to retry for ever, or to bury at once."""
-    assert copies.count_in({name: value}, name) == 0
-    assert copies.count_in({name: 3}, name) == 3
+    assert count_in({name: value}, name) == 0
+    assert count_in({name: 3}, name) == 3
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_whatever_a_message_says_it_gets_an_outcome_that_can_be_carried_out(
 
     policy = guard.policy_for(broker, one)
     decision = decide(one, exception=RuntimeError("no route"), policy=policy)
-    record = broker.dead_letters.record(broker, one, decision, frame_max=131_072)
+    record = broker.dead_letters_guard.record(broker, one, decision, frame_max=131_072)
 
     assert decision.outcome in (Outcome.RETRIED, Outcome.DEAD)
     assert 0 <= decision.delay_ms <= WEEK_MS
@@ -399,6 +399,6 @@ def test_no_age_and_no_clock_of_a_message_break_the_guard(max_age: Any, timestam
         limit.before_process_message(broker, one)
     except SkipMessage:
         assert one.turned_away is not None
-        broker.dead_letters.record(broker, one, one.turned_away, frame_max=131_072)
+        broker.dead_letters_guard.record(broker, one, one.turned_away, frame_max=131_072)
     else:
         assert one.turned_away is None

@@ -22,8 +22,8 @@ from dramatiq_safeops import (
     TimeLimit,
     safe_stack,
 )
-from dramatiq_safeops.boot import check_stack, known_options
-from dramatiq_safeops.middleware import ORDER, STOCK_TWINS
+from dramatiq_safeops.boot import known_options
+from dramatiq_safeops.middleware import ORDER, STOCK_TWINS, check_stack
 
 NOWHERE = "amqp://guest:guest@127.0.0.1:1/"
 
