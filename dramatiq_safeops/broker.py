@@ -238,7 +238,7 @@ class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
             return admin.counts(connection, q_name(queue_name))
 
     def flush(self, queue_name: str) -> None:
-        """Drop all messages from the queue and from its dead-letter queue. What waits in the delay ladder stays."""
+        """Drop all messages of the queue: those in it, its delayed ones and its dead letters. For tests only."""
         with admin.connected(self._all_parameters) as connection:
             admin.purge(connection, q_name(queue_name))
 

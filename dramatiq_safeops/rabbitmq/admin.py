@@ -124,9 +124,25 @@ def ready(connection: pika.BlockingConnection, queue_name: str) -> int:
 
 
 def purge(connection: pika.BlockingConnection, queue_name: str) -> None:
-    """Drop the waiting messages of a queue, and of its dead-letter queue."""
+    """Drop the messages of a queue: those that wait in the delay ladder for it, those in it, and its dead letters."""
+    # The ladder first: what leaves it meanwhile is in the queue next.
+    for step in STEPS_MS:
+        waiting = ready(connection, step_name(step))
+        if waiting:
+            _drop_from_step(connection, step_name(step), waiting, queue_name)
     for name in (queue_name, dead_letter_queue(queue_name)):
         _on_queue(connection, lambda channel, name=name: channel.queue_purge(name))
+
+
+def _drop_from_step(connection: pika.BlockingConnection, step: str, most: int, queue_name: str) -> None:
+    channel = connection.channel()
+    for _ in range(most):
+        method, _, _ = channel.basic_get(step)
+        if method is None:
+            break
+        if method.routing_key == queue_name:
+            channel.basic_ack(method.delivery_tag)
+    channel.close()  # what waits for other queues, perhaps of other apps, is back in its place
 
 
 def counts(connection: pika.BlockingConnection, queue_name: str) -> tuple[int, int, int]:
