@@ -7,7 +7,6 @@ What becomes of a message is ``SafeBroker``'s part; how it travels is this one's
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -45,8 +44,6 @@ DEFAULT_SEND_TIMEOUT = 10_000
 BOOT_PATIENCE_S = 10.0
 #: Seconds that close() waits for what is on its way.
 CLOSE_PATIENCE_S = 5.0
-#: Seconds that the end of a program may wait for its connections to close.
-EXIT_PATIENCE_S = 1.0
 
 
 class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
@@ -268,18 +265,7 @@ _brokers: weakref.WeakSet[RabbitmqBroker] = weakref.WeakSet()
 def _after_fork() -> None:
     for broker in list(_brokers):
         broker._lock = threading.Lock()
-        client, broker._client_now = broker._client_now, None
-        if client is not None:
-            client.forget()
-
-
-def _at_exit() -> None:
-    # RabbitMQ logs a connection that just breaks off as a fault of the client.
-    for broker in list(_brokers):
-        client = broker._client_now
-        if client is not None and client.pid == os.getpid():
-            client.close(EXIT_PATIENCE_S)
+        broker._client_now = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)

@@ -8,9 +8,12 @@ connections that publish while it is short of memory or disk, and acks must not 
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pika
@@ -23,6 +26,9 @@ from .publisher import Publisher
 from .settler import Instead, Settler
 from .subscription import Subscription
 from .topology import Declaration
+
+#: Seconds that the end of a process may wait for its connections to close.
+EXIT_PATIENCE_S = 1.0
 
 
 class Client:
@@ -43,6 +49,8 @@ class Client:
         self._intake = Intake(self._io, parameters)
         self._settler = Settler(self._io, self._publisher, instead)
         self._io.start()
+        _clients.add(self)
+        _close_at_exit()
 
     @property
     def publishing_trouble(self) -> str:
@@ -125,10 +133,25 @@ class Client:
         self._io.call(look)
         holds.wait(timeout_s)
 
-    def forget(self) -> None:
-        """In a forked child: let go of the parent's sockets without a word on the wire.
 
-        A child that kept them open would hide the parent's death from RabbitMQ.
-        """
-        self._publisher.drop_socket()
-        self._intake.drop_socket()
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+_finalized = 0  # the process to which multiprocessing's clean-up was added
+
+
+def _close_at_exit() -> None:
+    """See to it that this process closes its connections when it ends: RabbitMQ logs one that breaks off as a fault."""
+    global _finalized
+    if multiprocessing.parent_process() is not None and _finalized != os.getpid():
+        # Children of multiprocessing end without Python's atexit, and forget what they inherit of its own.
+        _finalized = os.getpid()
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+
+
+def _close_all() -> None:
+    for client in list(_clients):
+        if client.pid == os.getpid() and not client.closed:
+            client.close(EXIT_PATIENCE_S)
+
+
+# When this is imported, so that handlers of the user's, which are called in reverse order, may still send.
+atexit.register(_close_all)

@@ -148,13 +148,6 @@ class Link:
             self._workflow, self._attempt = None, None
             self._failed("pika failed while it connected")
 
-    def drop_socket(self) -> None:
-        """Close this process's copy of the socket without a word on the wire: after a fork it is the parent's."""
-        transport = getattr(self._connection, "_transport", None)
-        sock = getattr(transport, "_sock", None)
-        if sock is not None:
-            sock.close()
-
     def _connected(self, result: Any, parameters: pika.connection.Parameters) -> None:
         self._workflow = None
         if isinstance(result, BaseException):

@@ -51,10 +51,6 @@ class Intake:
         """Close the connection politely. What is unsettled then, RabbitMQ delivers to others."""
         self._link.close()
 
-    def drop_socket(self) -> None:
-        """After a fork: let go of the parent's socket."""
-        self._link.drop_socket()
-
     def _up(self, connection: SelectConnection) -> None:
         for subscription in self.subscriptions:
             if not subscription.retired.is_set():

@@ -8,6 +8,7 @@ All of pika happens on this thread. Other threads hand it work through ``IOThrea
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -26,6 +27,45 @@ LOOP_PAUSE_S = 0.1
 TICK_S = 1.0
 
 
+class _Loop(IOLoop):  # type: ignore[misc]  # pika has no types
+    """pika's loop, which notes the sockets that it watches: from the first step of connecting on they come by here."""
+
+    def add_handler(self, fd: int, handler: Callable[..., None], events: int) -> None:
+        _watched[fd] = os.fstat(fd).st_ino
+        super().add_handler(fd, handler, events)
+
+
+#: The sockets of this process that a loop has watched: descriptors, and which socket it was. A descriptor that was closed
+#: and given out again is another file.
+_watched: dict[int, int] = {}
+_watched_by = os.getpid()
+
+
+def let_go_of_inherited_sockets() -> None:
+    """In a forked child: close the child's copies of the parent's sockets, without a word on the wire.
+
+    A child that kept them open would hide the parent's death from RabbitMQ. Elsewhere this does nothing.
+    """
+    global _watched_by
+    if _watched_by == os.getpid():
+        return
+    _watched_by = os.getpid()
+    inherited = dict(_watched)
+    _watched.clear()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd, inode in inherited.items():
+        try:
+            if os.fstat(fd).st_ino == inode:
+                # Not closed: Python's object of the socket would some day close another file of the same number.
+                os.dup2(nothing, fd, inheritable=False)
+        except OSError:
+            continue  # closed before the fork
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=let_go_of_inherited_sockets)
+
+
 class IOThread:
     """A daemon thread that runs pika's I/O loop.
 
@@ -33,7 +73,8 @@ class IOThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = IOLoop()
+        let_go_of_inherited_sockets()  # not every fork comes about by Python: uWSGI's does not
+        self._loop = _Loop()
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
         self._stopping = False

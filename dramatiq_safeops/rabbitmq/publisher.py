@@ -156,10 +156,6 @@ class Publisher:
         """Close the connection politely."""
         self._link.close()
 
-    def drop_socket(self) -> None:
-        """After a fork: let go of the parent's socket."""
-        self._link.drop_socket()
-
     # -- the connection and its channel
 
     def _up(self, connection: SelectConnection) -> None:
