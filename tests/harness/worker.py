@@ -24,6 +24,9 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 
+#: The ``dramatiq`` command of this environment.
+DRAMATIQ = (sys.executable, "-m", "dramatiq")
+
 
 def wait_until(condition: Callable[[], Any], timeout: float = 30, what: str = "") -> Any:
     """Return the first true value of ``condition``; fail after ``timeout`` seconds with what was waited for."""
@@ -117,23 +120,20 @@ class App:
             worker.destroy()
 
     def start_worker(
-        self, *, processes: int = 1, threads: int = 4, arguments: tuple[str, ...] = (), wait: bool = True
+        self,
+        *,
+        processes: int = 1,
+        threads: int = 4,
+        arguments: tuple[str, ...] = (),
+        wait: bool = True,
+        command: tuple[str, ...] = DRAMATIQ,
+        broker: str = "app",
     ) -> Worker:
         number = len(list(self.folder.glob("worker-*.log")))
         log = self.folder / f"worker-{number}.log"
         with log.open("w") as stream:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "dramatiq",
-                    "app",
-                    "-p",
-                    str(processes),
-                    "-t",
-                    str(threads),
-                    *arguments,
-                ],
+                [*command, broker, "-p", str(processes), "-t", str(threads), *arguments],
                 env=self.environment(),
                 cwd=self.folder,
                 stdout=stream,
@@ -177,7 +177,14 @@ class Worker:
             children = psutil.Process(self.process.pid).children()
         except psutil.NoSuchProcess:
             return []
-        return [child.pid for child in children if "resource_tracker" not in " ".join(_command(child))]
+        workers = []
+        for child in children:
+            command = " ".join(_command(child))
+            if "multiprocessing.forkserver" in command:
+                workers += [one.pid for one in child.children()]  # it forks them, and runs nothing itself
+            elif "resource_tracker" not in command:
+                workers.append(child.pid)
+        return workers
 
     def kill(self) -> None:
         """SIGKILL the command and all its processes at once."""
