@@ -6,6 +6,7 @@ Runs in: worker processes, and wherever actors are declared. Needs: nothing.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,29 @@ import pika
 
 from .errors import ConfigError, refuse
 from .options import check_known, did_you_mean
+
+#: What must be Python's own: the I/O thread runs beside threads that wait for it.
+_PATCHED = ("socket", "select", "threading")
+
+
+def check_threads() -> None:
+    """Raise ``ConfigError`` if gevent or eventlet has put green threads in the place of Python's.
+
+    Time limits could strike whichever green thread happens to run, and the I/O thread would wait for its turn.
+    """
+    gevent = sys.modules.get("gevent.monkey")
+    eventlet = sys.modules.get("eventlet.patcher")
+    if gevent is not None and any(map(gevent.is_module_patched, _PATCHED)):
+        patched_by = "gevent"
+    elif eventlet is not None and any(map(eventlet.is_monkey_patched, ("socket", "select", "thread"))):
+        patched_by = "eventlet"
+    else:
+        return
+    raise ConfigError(
+        f"{patched_by} has patched this process, and RabbitmqBroker needs real threads: start workers with `dramatiq`"
+        " (not dramatiq-gevent), and web servers with workers that are threads or processes (gunicorn: gthread)"
+    )
+
 
 _OWN_PARAMETERS = {
     *("url", "middleware", "queue_type", "max_priority", "send_timeout", "park_limit"),
@@ -52,7 +76,10 @@ def check_urls(url: str | Sequence[str] | None) -> None:
         if not found or scheme.lower() not in ("amqp", "amqps"):
             shown = scheme if found else "no scheme"
             raise ConfigError(f"expected RabbitmqBroker.url to begin with amqp:// or amqps://, got {shown!r}")
-        if not urlsplit(one).hostname:
+        parts = urlsplit(one)
+        if parts.username is not None and parts.password is None:
+            raise ConfigError(f"RabbitmqBroker.url names the user {parts.username!r} without a password")
+        if not parts.hostname:
             # pika would take this machine, and whatever happens to listen on its standard port.
             raise ConfigError(
                 "expected RabbitmqBroker.url to name a host, as in amqp://user:password@host/vhost"

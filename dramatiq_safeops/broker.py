@@ -23,7 +23,7 @@ from dramatiq.errors import ConnectionFailed, QueueJoinTimeout
 from dramatiq.middleware import Middleware
 
 from . import outgoing
-from .boot import check_overrides, check_parameters, check_urls
+from .boot import check_overrides, check_parameters, check_threads, check_urls
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
 from .middleware import safe_stack
@@ -85,6 +85,7 @@ class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
         self._client_now: Client | None = None
         self._worker: dramatiq.Worker | None = None
         try:
+            check_threads()
             check_overrides(type(self))
             check_urls(url)
             check_parameters(kwargs)
@@ -164,6 +165,7 @@ class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
             with self._lock:
                 client = self._client_now
                 if client is None or client.pid != os.getpid():
+                    check_threads()  # again: a web server's workers are patched after the app was imported
                     client = self._client_now = Client(
                         self._all_parameters,
                         self._declarations_for,

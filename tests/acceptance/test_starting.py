@@ -253,6 +253,13 @@ def test_the_url_of_the_ui_is_not_taken_for_one_of_amqp(amqp_url: str, tmp_path:
     assert "amqp" in sentence
 
 
+def test_a_user_without_a_password_ends_the_start(amqp_url: str, tmp_path: Path) -> None:
+    """pika fails on it with an error about an argument of type NoneType."""
+    sentence = refusal(App(tmp_path, ACTOR, with_place(amqp_url, login="somebody")))
+
+    assert "'somebody' without a password" in sentence
+
+
 def test_a_refused_login_ends_the_start(amqp_url: str, tmp_path: Path) -> None:
     """Waiting does not make a wrong password right."""
     sentence = refusal(App(tmp_path, ACTOR, with_place(amqp_url)))
