@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
 demo: .env-run ## run the main job: monthly flight reports on a real RabbitMQ, with a table of outcomes
@@ -39,6 +39,15 @@ test-long: .env-dev .servers ## the tests that take minutes: long fault runs, bi
 	fi
 	echo "test-long: the tests marked long"
 	$(IN_VENV) -m pytest -m long $(ARGS)
+
+# Not part of `make test`: it takes the machine's RabbitMQ. This one fetches another for itself.
+.PHONY: test-rabbitmq
+test-rabbitmq: .env-dev ## the tests that need RabbitMQ, on another version of it: make test-rabbitmq RABBITMQ=4.0 (or 4.3)
+	@if [ -z "$(RABBITMQ)" ]; then echo "test-rabbitmq: which one? make test-rabbitmq RABBITMQ=4.0 (or 4.3)" >&2; exit 1; fi
+	export SAFEOPS_RABBITMQ="$(RABBITMQ)"
+	$(install_servers)
+	echo "test-rabbitmq: integration and acceptance tests on RabbitMQ $(RABBITMQ), without those marked long"
+	$(IN_VENV) -m pytest -m "not long" tests/integration tests/acceptance $(ARGS)
 
 .PHONY: bench
 bench: .env-dev .servers ## speed against stock Dramatiq, both in one run

@@ -29,6 +29,8 @@ examples:
 
 environment:
   SAFEOPS_AMQP_URL, SAFEOPS_DATABASE_URL   use these servers instead, start none
+  SAFEOPS_RABBITMQ                         4.0 or 4.3: start that version, fetched from Debian's packages into a folder;
+                                           or the path of a folder that holds one
   TMPDIR                                   where the servers' folders are made
 """
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dramatiq_safeops.testing.rabbitmq_root import chosen_root, inside, version_in
+
 
 @dataclass(frozen=True)
 class RabbitmqBinaries:
@@ -20,6 +22,13 @@ class RabbitmqBinaries:
     server: Path
     ctl: Path
     epmd: Path
+    #: The folder to which these paths belong (see ``rabbitmq_root``); None for this machine.
+    root: Path | None = None
+
+    def command(self, program: Path, *arguments: str, folder: Path) -> list[str]:
+        """Return how to run one of the programs with ``folder`` as its working directory."""
+        before = [] if self.root is None else inside(self.root, folder)
+        return [*before, str(program), *arguments]
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,10 @@ class PostgresBinaries:
 
 
 def find_rabbitmq() -> RabbitmqBinaries | None:
-    """Return RabbitMQ's programs, or None if this machine has none."""
+    """Return RabbitMQ's programs, or None if this machine has none; those that SAFEOPS_RABBITMQ names, if it is set."""
+    root = chosen_root()
+    if root is not None:
+        return None if version_in(root) is None else _in_root(root)
     folders = [Path("/usr/lib/rabbitmq/bin")]
     folders += newest_first(Path("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*/sbin"))
     folders += [Path("/opt/rabbitmq/sbin")]
@@ -48,6 +60,11 @@ def find_rabbitmq() -> RabbitmqBinaries | None:
         if epmd is not None and server.exists() and ctl.exists():
             return RabbitmqBinaries(server, ctl, epmd)
     return None
+
+
+def _in_root(root: Path) -> RabbitmqBinaries:
+    folder = Path("/usr/lib/rabbitmq/bin")
+    return RabbitmqBinaries(folder / "rabbitmq-server", folder / "rabbitmqctl", Path("/usr/bin/epmd"), root)
 
 
 def find_epmd() -> Path | None:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dramatiq_safeops.testing.binaries import find_postgres, find_rabbitmq
+from dramatiq_safeops.testing.make_root import make_root
 from dramatiq_safeops.testing.processes import ServerError
+from dramatiq_safeops.testing.rabbitmq_root import RABBITMQ, chosen_root
 
 # One script, run as root, so that its end undoes what its beginning did even if we are killed meanwhile.
 #
@@ -71,10 +73,17 @@ class Machine:
 def ensure_binaries(*, rabbitmq: bool = True, postgres: bool = True, machine: Machine | None = None) -> None:
     """Install the programs of RabbitMQ and PostgreSQL that are missing; do nothing where they are there.
 
+    With SAFEOPS_RABBITMQ that version of RabbitMQ is fetched into a folder of its own instead.
+
     Servers that run already are not touched, and none is started. Raises ``ServerError`` with the command to run
     where we may not or cannot install.
     """
     machine = Machine() if machine is None else machine
+    root = chosen_root() if rabbitmq else None
+    if root is not None:
+        if not machine.has_rabbitmq():
+            make_root(root, version=os.environ[RABBITMQ], say=machine.say)
+        rabbitmq = False
 
     def missing() -> list[str]:
         packages = []

@@ -1,7 +1,7 @@
 """A private RabbitMQ node, with its management UI, for tests and the demo.
 
-Runs in: the process that starts servers. Needs: RabbitMQ >= 3.10 on this machine (see ``binaries``), ``localhost`` in
-/etc/hosts. It works as root and as any other user.
+Runs in: the process that starts servers. Needs: RabbitMQ >= 3.10 on this machine, or in a folder that
+SAFEOPS_RABBITMQ names (see ``binaries``); ``localhost`` in /etc/hosts. It works as root and as any other user.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class RabbitmqServer(PrivateServer):
         """Run ``rabbitmqctl`` against this node and return what it prints. Takes about 0.7 s of CPU."""
         # Without a port mapper the command would start one of its own, which nobody would stop.
         self._check_port_mapper()
-        command = [str(self._binaries.ctl), "-q", "-n", _NODE, *arguments]
+        options = ("-q", "-n", _NODE)
+        command = self._binaries.command(self._binaries.ctl, *options, *arguments, folder=self.folder)
         try:
             done = subprocess.run(
                 command,
@@ -230,7 +231,8 @@ class RabbitmqServer(PrivateServer):
         if self._epmd is not None:
             kill_all(filter(None, [look_at(self._epmd.pid)]))
             self._epmd.wait(10)
-        command = [str(self._binaries.epmd), "-port", str(port), "-address", "127.0.0.1"]
+        options = ("-port", str(port), "-address", "127.0.0.1")
+        command = self._binaries.command(self._binaries.epmd, *options, folder=self.folder)
         self._epmd = self._start_process("epmd", command, environment=self._environment)
 
         def settled() -> bool:
@@ -247,7 +249,8 @@ class RabbitmqServer(PrivateServer):
             raise PortTaken(f"Erlang's port mapper does not run, its log says: {self._complaint()}")
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        return self._start_process("rabbitmq", [str(self._binaries.server)], environment=self._environment)
+        command = self._binaries.command(self._binaries.server, folder=self.folder)
+        return self._start_process("rabbitmq", command, environment=self._environment)
 
     def _answers(self) -> bool:
         if not _speaks_amqp(self._amqp_port):

@@ -24,7 +24,7 @@ import pika
 import pytest
 
 from dramatiq_safeops.testing import PostgresServer, RabbitmqServer, postgres_server, servers
-from dramatiq_safeops.testing.binaries import find_postgres
+from dramatiq_safeops.testing.binaries import find_postgres, find_rabbitmq
 from dramatiq_safeops.testing.install import Machine, ensure_binaries
 from dramatiq_safeops.testing.processes import ServerError, free_ports, look_at
 from dramatiq_safeops.testing.rabbitmq_server import ApiError
@@ -124,6 +124,19 @@ def test_nobody_outside_this_machine_can_reach_a_private_rabbitmq(rabbitmq: Rabb
 
     assert len(listening) >= 5  # AMQP, distribution, management, metrics, port mapper (once per family)
     assert {address for address, _ in listening} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.skipif(
+    not os.environ.get("SAFEOPS_RABBITMQ"), reason="the machine's own RabbitMQ needs nothing mounted"
+)
+def test_what_is_mounted_for_another_rabbitmq_is_seen_by_nobody_else(rabbitmq: RabbitmqServer) -> None:
+    """A mount that stays keeps its folder from being removed, and one that is seen confuses backups."""
+    programs = find_rabbitmq()
+    assert programs is not None
+
+    for process in rabbitmq.instance.processes():
+        assert str(programs.root) in Path(f"/proc/{process.pid}/mountinfo").read_text()
+    assert str(programs.root) not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_an_orderly_restart_works_and_stop_leaves_no_trace(rabbitmq: RabbitmqServer) -> None:
@@ -256,7 +269,11 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SAFEOPS_")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name == "SAFEOPS_RABBITMQ" or not name.startswith("SAFEOPS_")
+            },
             "TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *sys.path[1:]]),
         }
