@@ -149,6 +149,9 @@ class Subscription:
             extra={"event": "consumer.cancelled", "queue": self.queue_name},
         )
         self._consumer_tag = ""
+        if self._channel is not None:
+            # RabbitMQ has its messages back already. Until it has confirmed the close, a copy would be a second one.
+            self._channel.lost()
         self._amqp.close()
 
     def _closed(self, amqp: Any, reason: BaseException) -> None:
