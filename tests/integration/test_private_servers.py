@@ -543,6 +543,12 @@ def test_the_import_is_light() -> None:
 # is a fake, but the script that guards the install is the real one.
 
 
+@pytest.fixture
+def no_other_rabbitmq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of the machine are what these tests are about, whatever RabbitMQ the others run on."""
+    monkeypatch.delenv("SAFEOPS_RABBITMQ", raising=False)
+
+
 class FakeMachine:
     """A machine without RabbitMQ, on which an install may work or not."""
 
@@ -594,6 +600,7 @@ exit {0 if apt_works else 100}
 INSTALLED = ["-o DPkg::Lock::Timeout=300 install -y --no-install-recommends rabbitmq-server policy=101"]
 
 
+@pytest.mark.usefixtures("no_other_rabbitmq")
 def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
     """`make test` asks each time; most of the time there is nothing to do, and nothing to say."""
     fake = FakeMachine(tmp_path, tools=["apt-get"])
@@ -603,6 +610,7 @@ def test_nothing_is_installed_where_nothing_is_missing(tmp_path: Path) -> None:
     assert (fake.ran, fake.said) == ([], [])
 
 
+@pytest.mark.usefixtures("no_other_rabbitmq")
 @pytest.mark.parametrize("apt_works", [True, False])
 def test_packages_are_installed_without_starting_their_servers(tmp_path: Path, apt_works: bool) -> None:
     """An install that starts RabbitMQ on its standard port changes the machine more than anybody asked for."""
@@ -623,6 +631,7 @@ def test_packages_are_installed_without_starting_their_servers(tmp_path: Path, a
         assert fake.systemctl.read_text() == "systemctl disable rabbitmq-server\n"
 
 
+@pytest.mark.usefixtures("no_other_rabbitmq")
 @pytest.mark.parametrize("code", [0, 101])
 def test_a_policy_of_the_machines_own_is_the_same_afterwards(tmp_path: Path, code: int) -> None:
     """An administrator's file is not ours to lose, whether it allows servers to start or not."""
@@ -638,6 +647,7 @@ def test_a_policy_of_the_machines_own_is_the_same_afterwards(tmp_path: Path, cod
     assert [path.name for path in tmp_path.glob("policy-rc.d*")] == ["policy-rc.d"]
 
 
+@pytest.mark.usefixtures("no_other_rabbitmq")
 def test_the_policy_of_an_install_that_was_killed_is_taken_away(tmp_path: Path) -> None:
     """Else no package could start its server on that machine ever again."""
     fake = FakeMachine(tmp_path, tools=["apt-get"])
@@ -652,6 +662,7 @@ def test_the_policy_of_an_install_that_was_killed_is_taken_away(tmp_path: Path) 
     assert fake.policy.read_text() == "the administrator's"
 
 
+@pytest.mark.usefixtures("no_other_rabbitmq")
 @pytest.mark.parametrize(
     ("tools", "advice"),
     [
