@@ -17,7 +17,7 @@ import pytest
 
 from dramatiq_safeops.testing import RabbitmqServer
 from tests.harness.counts import vhost_of
-from tests.harness.queues import Seen, body_of, depth, look, publish
+from tests.harness.queues import Seen, body_of, channel, depth, look, publish
 from tests.harness.vhosts import virtual_host
 from tests.harness.worker import App, Worker, wait_until
 
@@ -165,6 +165,41 @@ def test_stock_lets_dead_letters_expire(rabbit: RabbitmqServer, amqp_url: str, t
     found = rabbit.api("GET", f"/api/queues/{vhost_of(amqp_url)}/default.XQ")
 
     assert found["arguments"]["x-message-ttl"] == 7 * 86_400_000
+
+
+@pytest.mark.parametrize("ackmode", ["ack_requeue_true", "reject_requeue_true"])
+def test_dead_letters_can_be_looked_at_as_often_as_one_likes(
+    ackmode: str, rabbit: RabbitmqServer, amqp_url: str, tmp_path: Path
+) -> None:
+    """RabbitMQ 4 counts each look in its UI, and destroys what was looked at 20 times unless the queue says otherwise."""
+    app = App(tmp_path / "app", FAILS, amqp_url)
+    with app.worker():
+        app.send("report.send('2013-01')")
+        dead_letters(amqp_url)
+
+    look_in_the_ui(rabbit, amqp_url, DLQ, times=60, ackmode=ackmode)
+
+    assert depth(amqp_url, DLQ) == 1
+
+
+def test_rabbitmq_4_destroys_what_was_looked_at_20_times_where_the_queue_sets_no_limit(
+    rabbit: RabbitmqServer, amqp_url: str
+) -> None:
+    """The twin: a quorum queue as RabbitMQ makes it by default. Up to 3.13 there is no limit."""
+    with channel(amqp_url) as ch:
+        ch.queue_declare("plain", durable=True, arguments={"x-queue-type": "quorum"})
+    publish(amqp_url, "plain", b"looked at")
+
+    look_in_the_ui(rabbit, amqp_url, "plain", times=60, ackmode="reject_requeue_true")
+
+    version = rabbit.api("GET", "/api/overview")["rabbitmq_version"]
+    assert depth(amqp_url, "plain") == (1 if version.startswith("3.") else 0)
+
+
+def look_in_the_ui(rabbit: RabbitmqServer, url: str, queue: str, *, times: int, ackmode: str) -> None:
+    for _ in range(times):
+        asked_for = {"count": 1, "ackmode": ackmode, "encoding": "auto"}
+        rabbit.api("POST", f"/api/queues/{vhost_of(url)}/{queue}/get", asked_for)
 
 
 # -- messages for which this fleet is not ready
