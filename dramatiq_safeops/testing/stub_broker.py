@@ -109,6 +109,19 @@ class StubBroker(SafeBroker, dramatiq.brokers.stub.StubBroker):
             return _Delays(self, queue_name, timeout_s=timeout / 1000)
         return _Consumer(self, queue_name, prefetch, timeout_s=timeout / 1000)
 
+    def join(self, queue_name: str, *, timeout: int | None = None, fail_fast: bool | None = None) -> None:
+        """Wait until the queue is empty and nothing of it is delayed, as Dramatiq's ``StubBroker`` does.
+
+        Raises:
+            QueueNotFound, QueueJoinTimeout: as Dramatiq's; ``timeout`` is in milliseconds.
+            The exception of the actor, or ``DeadLettered``: with ``fail_fast``, for the first dead letter of the queue.
+        """
+        super().join(queue_name, timeout=timeout, fail_fast=False)
+        if self.fail_fast_default if fail_fast is None else fail_fast:
+            for letter in self.dead_letters_by_queue[queue_name]:
+                assert isinstance(letter, StubDelivery)
+                raise letter.cause from None
+
     def _publish(self, messages: Sequence[Message[Any]], *, delay: float | None) -> None:
         for message in messages:
             self.route(new_message(message, encode(message), delay_ms=delay))
@@ -131,7 +144,7 @@ class StubBroker(SafeBroker, dramatiq.brokers.stub.StubBroker):
             self.decisions[str(delivery.known_id)].append(delivery.decision)
         for publication in publications:
             if is_dead_letter(publication):
-                delivery.bury(publication)
+                delivery.letter = publication.properties.headers
                 self.dead_letters_by_queue[delivery.queue].append(delivery)
             else:
                 self.route(publication)
@@ -169,13 +182,15 @@ class StubDelivery(Delivery):
     def clear_exception(self) -> None:
         """Do nothing: see the class."""
 
-    def bury(self, letter: Publication) -> None:
-        """It is a dead letter now."""
-        self.letter = letter.properties.headers
-        if self._exception is None or isinstance(self._exception, SkipMessage):
-            decision = self.decision
-            why = f"{decision.reason}: {decision.detail}" if decision else "without a decision"
-            self.stuff_exception(DeadLettered(f"message {self.known_id!r} is a dead letter ({why})"))
+    @property
+    def cause(self) -> BaseException:
+        """What stands behind its death: the actor's exception, or else a sentence that says why."""
+        exception = self._exception
+        if exception is not None and not isinstance(exception, SkipMessage):
+            return exception
+        decision = self.decision
+        why = "without a decision" if decision is None else f"{decision.reason}: {decision.detail}"
+        return DeadLettered(f"message {self.known_id!r} is a dead letter ({why})")
 
 
 class _Channel:

@@ -7,6 +7,7 @@ be put through the same cases.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from dramatiq.results import Results
 from dramatiq.results.backends import StubBackend as StubResults
 
 from dramatiq_safeops import RabbitmqBroker, safe_stack
-from dramatiq_safeops.testing import RabbitmqServer
+from dramatiq_safeops.testing import RabbitmqServer, StubBroker
 from tests.harness import queues
 from tests.harness.vhosts import virtual_host
 from tests.harness.worker import wait_until
@@ -99,6 +100,31 @@ class Stage:
         self.broker.close()
 
 
+class StubStage(Stage):
+    """The same on the broker in memory."""
+
+    def settle(self, *queue_names: str) -> None:
+        for name in queue_names or sorted(set(self.broker.queues) - self.broker.delay_queues):
+            self.broker.join(name, timeout=PATIENCE_S * 1000, fail_fast=False)
+        if self.worker is not None:
+            self.worker.join()
+
+    def dead_letters(self, queue_name: str = "default") -> list[Dead]:
+        return [
+            Dead(
+                reason=one.letter["x-safeops-reason"],
+                actor=json.loads(one.body)["actor_name"],
+                args=json.loads(one.body)["args"],
+                attempts=one.letter["x-safeops-attempts"],
+                exception=str(one.letter.get("x-safeops-exception-type")).rpartition(".")[2],
+            )
+            for one in self.broker.dead_letters_by_queue[queue_name]
+        ]
+
+    def waiting(self, queue_name: str = "default") -> list[dict[str, Any]]:
+        return [json.loads(one.body) for one in list(self.broker.queues[queue_name].queue)]
+
+
 @pytest.fixture(scope="session")
 def cases_url(rabbit: RabbitmqServer) -> Iterator[str]:
     """A virtual host that all cases share: the delay ladder is declared once."""
@@ -114,12 +140,16 @@ def global_broker() -> Iterator[None]:
     dramatiq.broker.global_broker = before
 
 
-@pytest.fixture(params=["rabbitmq"])
-def stage(request: pytest.FixtureRequest, cases_url: str, global_broker: None) -> Iterator[Stage]:
+@pytest.fixture(params=["rabbitmq", "stub"])
+def stage(request: pytest.FixtureRequest, global_broker: None) -> Iterator[Stage]:
     """A broker that is the global one, with the safe stack. Its worker is not started yet."""
-    broker = RabbitmqBroker(url=cases_url, middleware=safe_stack())
-    dramatiq.set_broker(broker)
-    stage = Stage(broker, cases_url)
+    stage: Stage
+    if request.param == "stub":
+        stage = StubStage(StubBroker(safe_stack(), park_limit=3_600_000), url="")
+    else:
+        url = request.getfixturevalue("cases_url")
+        stage = Stage(RabbitmqBroker(url=url, middleware=safe_stack()), url)
+    dramatiq.set_broker(stage.broker)
     yield stage
     stage.close()
 

@@ -20,6 +20,9 @@ from dramatiq_safeops import RabbitmqBroker, safe_stack
 if TYPE_CHECKING:
     from .conftest import Stage
 
+#: For a case that is about RabbitMQ, or about what StubBroker has from Dramatiq's.
+on_rabbitmq = pytest.mark.parametrize("stage", ["rabbitmq"], indirect=True)
+
 
 # -- actors
 
@@ -353,6 +356,7 @@ def test_delays_do_not_wait_for_each_other(working: Stage):
     assert ran == [2, 1]
 
 
+@on_rabbitmq
 def test_a_message_for_an_unknown_actor_waits_and_is_a_dead_letter_when_nobody_comes(
     stage: Stage, cases_url: str
 ):
@@ -519,6 +523,7 @@ def test_join_gives_up_at_its_timeout(working: Stage):
     go.set()
 
 
+@on_rabbitmq
 def test_flushed_queues_are_empty(stage: Stage):
     """Hurts test-suites that clean up between their cases."""
 
@@ -540,6 +545,7 @@ def test_flushed_queues_are_empty(stage: Stage):
     stage.broker.join("others", min_successes=1, timeout=5_000)
 
 
+@on_rabbitmq
 def test_flushing_a_queue_drops_its_delayed_messages_and_no_others(stage: Stage):
     """Hurts test-suites that clean up between their cases, and all others whose messages wait in the same ladder."""
 
@@ -561,6 +567,7 @@ def test_flushing_a_queue_drops_its_delayed_messages_and_no_others(stage: Stage)
     assert stage.broker.get_queue_message_counts("default") == (0, 0, 0)
 
 
+@on_rabbitmq
 def test_a_delayed_message_that_was_looked_at_by_a_flush_is_in_time(working: Stage):
     """Hurts whoever shares the ladder with a test-suite."""
     ran: list[float] = []
@@ -578,6 +585,7 @@ def test_a_delayed_message_that_was_looked_at_by_a_flush_is_in_time(working: Sta
     assert 1.5 <= ran[0] - start <= ran[-1] - start <= 7.5
 
 
+@on_rabbitmq
 def test_counts_tell_waiting_delayed_and_dead_messages(stage: Stage):
     """Hurts test-suites and scripts that look at them: three numbers, as Dramatiq's."""
 
@@ -594,6 +602,7 @@ def test_counts_tell_waiting_delayed_and_dead_messages(stage: Stage):
     stage.wait(lambda: stage.broker.get_queue_message_counts("default") == (0, 1, 1))
 
 
+@on_rabbitmq
 def test_a_paused_worker_runs_nothing_until_it_is_resumed(working: Stage):
     """Hurts test-suites that pause their worker."""
     ran: list[int] = []
@@ -614,6 +623,7 @@ def test_a_paused_worker_runs_nothing_until_it_is_resumed(working: Stage):
     working.wait(lambda: ran == [1])
 
 
+@on_rabbitmq
 def test_a_queue_has_one_name(stage: Stage):
     """Hurts scripts that go through ``broker.queues``: no delay queues are among them."""
 

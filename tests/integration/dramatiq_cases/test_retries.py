@@ -18,6 +18,9 @@ from dramatiq.rate_limits.backends import StubBackend as StubLimits
 if TYPE_CHECKING:
     from .conftest import Stage
 
+#: For a case that is about RabbitMQ, or about what StubBroker has from Dramatiq's.
+on_rabbitmq = pytest.mark.parametrize("stage", ["rabbitmq"], indirect=True)
+
 
 class NoSuchMonth(Exception):
     """An error that an actor expects."""
@@ -64,6 +67,7 @@ def test_an_actor_that_always_fails_runs_max_retries_times_more_and_is_a_dead_le
     assert dead.exception == "RuntimeError"
 
 
+@on_rabbitmq
 def test_joining_with_dramatiqs_own_arguments_waits_for_retries(working: Stage):
     """Hurts existing test-suites: ``broker.join(queue)`` and ``worker.join()`` are all that they have."""
     runs: list[int] = []
