@@ -5,6 +5,9 @@ Runs in: worker (applies the limit), every other process (just calls the functio
 ``wrap`` is put around ``actor.fn`` when an actor is declared. Before each delivery ``begin`` tells the wrapper, in the
 same thread, which body comes next and for how long it may run; ``end`` takes this back if it never came. Calls that no
 delivery announced are plain calls: ``actor(1)`` in a test or in a web process, and one actor calling another.
+
+The function of an async actor is Dramatiq's wrapper, whose thread does nothing but wait for the coroutine. That thread
+is never struck, only the coroutine is: see ``event_loop``.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import dramatiq.asyncio
 from dramatiq.middleware import TimeLimitExceeded
 
-from .interrupter import INTERRUPTER, Watch
+from .event_loop import is_ours
+from .interrupter import INTERRUPTER
+from .watch import NOTHING, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,14 @@ _WRAPPED = "__safeops_body_of__"
 
 #: The key of a returned value, see ``run``.
 _RETURNED = "returned"
+
+
+async def _no_actor() -> None:
+    """For its wrapper only."""
+
+
+#: The code of what Dramatiq makes of an ``async def``. A user's decorator around one may be anything, this is known.
+_ASYNC_TO_SYNC = dramatiq.asyncio.async_to_sync(_no_actor).__code__
 
 
 class _Here(threading.local):
@@ -65,6 +79,8 @@ def wrap(fn: Callable[P, R], *, actor_name: str) -> Callable[P, R]:
     """Return ``fn`` with the limits of ``actor_name``'s deliveries applied. Wrapping twice wraps once."""
     if getattr(fn, _WRAPPED, None) == actor_name:
         return fn
+    is_async = getattr(fn, "__code__", None) is _ASYNC_TO_SYNC
+    plain = _aimed_at_nothing(fn) if is_async else fn
 
     @functools.wraps(fn)
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,22 +88,40 @@ def wrap(fn: Callable[P, R], *, actor_name: str) -> Callable[P, R]:
         # The name, and not just "something was announced": a hook between begin() and the body may call another
         # actor's function, and would then be interrupted in the body's stead.
         if here.actor_name != actor_name:
-            return fn(*args, **kwargs)
+            return plain(*args, **kwargs)
         here.actor_name = None
         if INTERRUPTER.runs_here():
             # A broker that processes messages inside send() has announced a body inside a body. The limit of the
             # outer one covers both; a second one in the same thread could not say whom it strikes.
-            return fn(*args, **kwargs)
+            return plain(*args, **kwargs)
         watch = INTERRUPTER.watch(
             limit_s=here.limit_s,
             exception=TimeLimitExceeded,
             actor_name=actor_name,
             message_id=here.message_id,
         )
+        if is_async and is_ours():
+            watch.aim_at(NOTHING)
         return run(watch, functools.partial(fn, *args, **kwargs))
 
     setattr(body, _WRAPPED, actor_name)
     return body
+
+
+def _aimed_at_nothing(fn: Callable[P, R]) -> Callable[P, R]:
+    """Let nothing strike between the making of a coroutine and its start, where it would be lost without having run."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        watch = INTERRUPTER.here()
+        if watch is None or not is_ours():
+            return fn(*args, **kwargs)
+        before = watch.aim_at(NOTHING)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            watch.aim_at(before)
+
+    return call
 
 
 def run(watch: Watch, call: Callable[[], R]) -> R:

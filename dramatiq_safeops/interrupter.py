@@ -9,6 +9,9 @@ own loop, where it loses the message or kills the thread. So each run of a body 
 * Whether a run is interrupted or ends by itself is decided once, by one atomic step. Whoever is second does nothing.
 * A body that lost this race does not leave before the exception was raised, and then takes back what has not landed.
 
+A thread that waits in C cannot be struck at all. One that waits for a coroutine therefore aims its watch at that
+coroutine, and an interrupt cancels it instead, see ``Watch.aim_at``.
+
 What this cannot do: end a call into C; and an exception that lands in a finalizer (``__del__``, a weak reference's
 callback) is swallowed by Python. A body that goes on for either reason is reported.
 
@@ -21,7 +24,6 @@ Emits:
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -33,7 +35,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dramatiq.threading import current_platform, supported_platforms
+from .watch import CAN_INTERRUPT, IN_C, Place, Watch, _set_pending, line_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,94 +48,6 @@ REPEAT_AFTER_S = 60.0
 #: The platform refuses to wait for more than some hundred years at once; deadlines may lie beyond.
 LONGEST_WAIT_S = 3600.0
 
-CAN_INTERRUPT = current_platform in supported_platforms
-
-# Two prototypes of our own for one C function: one takes a class, the other NULL. Dramatiq calls the same function
-# without a prototype, so the shared object ``ctypes.pythonapi.PyThreadState_SetAsyncExc`` must stay untouched.
-_set_pending: Callable[[int, type[BaseException]], int]
-_clear_pending: Callable[[int, None], int]
-if CAN_INTERRUPT:
-    _function = ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
-    _set_pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(_function)
-    _clear_pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)(_function)
-
-
-class Watch:
-    """One run of one body, from the moment it may be interrupted to the moment it may not.
-
-    Made by ``Interrupter.watch``, used once. ``arm`` and ``disarm`` belong to the thread that runs the body.
-    """
-
-    __slots__ = (
-        "_interrupter",
-        "_report_at",
-        "_verdict",
-        "actor_name",
-        "deadline",
-        "exception",
-        "interrupted_at",
-        "limit_s",
-        "message_id",
-        "raised",
-        "thread_ident",
-    )
-
-    def __init__(
-        self,
-        interrupter: Interrupter,
-        limit_s: float,
-        exception: type[BaseException],
-        actor_name: str,
-        message_id: str,
-    ) -> None:
-        self._interrupter = interrupter
-        self._report_at = math.inf
-        self._verdict: dict[str, object] = {}
-        self.actor_name = actor_name
-        self.deadline = math.inf
-        #: What is raised at the deadline.
-        self.exception = exception
-        #: When an exception was raised (``time.monotonic``), and which; None: none was.
-        self.interrupted_at: float | None = None
-        self.raised: type[BaseException] | None = None
-        self.limit_s = limit_s
-        self.message_id = message_id
-        self.thread_ident = threading.get_ident()
-
-    def arm(self) -> None:
-        """From here on the calling thread may be struck by one exception, at any point, this call included."""
-        interrupter = self._interrupter
-        self.deadline = interrupter.now() + self.limit_s
-        # Show the watch first, ask for the planned wake-up after; the interrupter does both the other way round. So
-        # one of the two sees the other, and no deadline is slept through.
-        interrupter._armed[self.thread_ident] = self
-        interrupter._wake_before(self.deadline)
-
-    def disarm(self) -> None:
-        """From the return of this call on nothing strikes the calling thread, and nothing is pending for it.
-
-        The one exception may still land in here. Then call it a second time, which nothing can disturb.
-        """
-        self._interrupter._armed.pop(self.thread_ident, None)
-        if self._decided_for(self):
-            return
-        # The interrupter was first. What it has not raised yet cannot be taken back yet.
-        while self.interrupted_at is None:
-            time.sleep(0)
-        _clear_pending(self.thread_ident, None)
-
-    def _decided_for(self, who: object) -> bool:
-        """Decide for ``who`` unless it is decided already; tell whether ``who`` it is.
-
-        ``dict.setdefault`` is one step in C that no thread can come between, and asking twice gives the same answer.
-        """
-        return self._verdict.setdefault("for", who) is who
-
-    def _abandon(self) -> None:
-        """In a forked child: the thread that could have interrupted this body does not exist there."""
-        if not self._decided_for(self) and self.interrupted_at is None:
-            self.interrupted_at = self._interrupter.now()
-
 
 @dataclass(frozen=True)
 class StuckBody:
@@ -144,8 +58,9 @@ class StuckBody:
     exception: str
     #: Seconds since it was interrupted; for a time limit this is how long it is past its limit.
     overdue_s: float
-    #: ``file:line function`` of the innermost Python frame. A call into C shows as the line that made the call.
+    #: See ``Place``.
     where: str
+    why: str
 
 
 class Interrupter:
@@ -201,10 +116,14 @@ class Interrupter:
         """Tell whether the calling thread is inside a body."""
         return threading.get_ident() in self._armed
 
+    def here(self) -> Watch | None:
+        """Return the watch of the body that the calling thread is in, if it is in one."""
+        return self._armed.get(threading.get_ident())
+
     def interrupt(self, watch: Watch, exception: type[BaseException]) -> bool:
         """Raise ``exception`` into the body of ``watch``; False if it does not run (any more), or was interrupted before.
 
-        The body may catch it. If it lands after the body has returned it is dropped.
+        A coroutine is cancelled, and ``exception`` raised when it has ended. The body may catch it. If it lands after the body has returned it is dropped.
         """
         if not CAN_INTERRUPT or self._armed.get(watch.thread_ident) is not watch:
             return False
@@ -213,7 +132,11 @@ class Interrupter:
             if not watch._decided_for(me):
                 return False
             watch.raised = exception
-            _set_pending(watch.thread_ident, exception)
+            target = watch._target
+            if target is None:
+                _set_pending(watch.thread_ident, exception)
+            else:
+                target.strike()
         finally:
             # Whatever happens, here too (a signal handler may raise in the main thread): the body waits for this.
             if watch._verdict.get("for") is me:
@@ -235,16 +158,21 @@ class Interrupter:
         found = []
         for watch in overdue:
             frame = frames.get(watch.thread_ident)
+            target = watch._target
+            place = None if target is None else target.place()
             # It may have ended since; then the frame shows something else.
             if frame is None or self._armed.get(watch.thread_ident) is not watch:
                 continue
+            if place is None:
+                place = Place(line_of(frame), IN_C)
             found.append(
                 StuckBody(
                     actor_name=watch.actor_name,
                     message_id=watch.message_id,
                     exception=_name_of(watch.raised),
                     overdue_s=now - (watch.interrupted_at or now),
-                    where=f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}",
+                    where=place.where,
+                    why=place.why,
                 )
             )
         return found
@@ -289,13 +217,13 @@ class Interrupter:
         for body in bodies:
             logger.error(
                 "Actor %r still runs %.1f s after %s was raised into it, and occupies a worker thread (message %r). "
-                "It is at %s. A call into C cannot be interrupted until it ends; give such calls a timeout of their "
-                "own. If it never ends, restart this worker: the message will be delivered again.",
+                "It is at %s. %s If it never ends, restart this worker: the message will be delivered again.",
                 body.actor_name,
                 body.overdue_s,
                 body.exception,
                 body.message_id,
                 body.where,
+                body.why,
                 extra={
                     "event": "time_limit.stuck",
                     "actor_name": body.actor_name,

@@ -15,7 +15,7 @@ from dramatiq.threading import current_platform
 
 from .. import body
 from ..errors import ConfigError
-from ..interrupter import CAN_INTERRUPT
+from ..watch import CAN_INTERRUPT
 from .guard import Guard
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
 from dramatiq_safeops import interrupter as interrupter_module
 from dramatiq_safeops.body import run
-from dramatiq_safeops.interrupter import INTERRUPTER, Interrupter, Watch
+from dramatiq_safeops.interrupter import INTERRUPTER, Interrupter
+from dramatiq_safeops.watch import Watch
 
 #: Where a test must not depend on the machine's speed, it waits this long before it gives up.
 PATIENCE_S = 10.0
