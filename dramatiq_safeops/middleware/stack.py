@@ -76,8 +76,8 @@ def check_stack(middleware: Sequence[Middleware]) -> None:
         for stock, ours in STOCK_TWINS.items():
             if isinstance(one, stock) and not isinstance(one, ours):
                 raise ConfigError(
-                    f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it decides by itself what"
-                    f" becomes of a message; use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
+                    f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it does not keep"
+                    f" what this package promises; use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
                 )
     last: tuple[int, str] = (-1, "")
     for kind in places:
