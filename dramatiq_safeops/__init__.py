@@ -13,12 +13,14 @@ from .errors import (
     SendRefused,
     SendUncertain,
 )
-from .middleware import AgeLimit, DeadLetters, Guard, Retries, TimeLimit, safe_stack
+from .middleware import AgeLimit, AsyncIO, DeadLetters, Drain, Guard, Retries, TimeLimit, safe_stack
 
 __all__ = [
     "AgeLimit",
+    "AsyncIO",
     "ConfigError",
     "DeadLetters",
+    "Drain",
     "Guard",
     "PermanentError",
     "QueueConflict",

@@ -9,25 +9,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import dramatiq.middleware
-from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines, ShutdownNotifications
+from dramatiq.middleware import Callbacks, CurrentMessage, Middleware, Pipelines
 
 from ..errors import ConfigError, refusing
 from ..options import check_known
 from .age_limit import AgeLimit
+from .async_io import AsyncIO
 from .dead_letters import DeadLetters
+from .drain import Drain
 from .guard import Guard
 from .retries import Retries
 from .time_limit import TimeLimit
 
 #: Before-hooks run from the top down, after-hooks from the bottom up. TimeLimit is last: it announces the body, and
-#: nothing may come between.
-ORDER: tuple[type[Guard], ...] = (DeadLetters, Retries, AgeLimit, TimeLimit)
+#: nothing may come between. AsyncIO is first: its loop is there before any other middleware's hooks at the start of a worker,
+#: and until after their hooks at its end, so that these may use it. Drain stands above the guards that a message which goes
+#: back at once need not pass.
+ORDER: tuple[type[Guard], ...] = (AsyncIO, DeadLetters, Retries, Drain, AgeLimit, TimeLimit)
 
 #: Dramatiq's middlewares that decide by themselves what becomes of a message, and ours that take their place.
 STOCK_TWINS: dict[type[Middleware], type[Guard]] = {
     dramatiq.middleware.Retries: Retries,
     dramatiq.middleware.AgeLimit: AgeLimit,
     dramatiq.middleware.TimeLimit: TimeLimit,
+    dramatiq.middleware.ShutdownNotifications: Drain,
+    dramatiq.middleware.AsyncIO: AsyncIO,
 }
 
 _OPTIONS: dict[str, type[Guard]] = {
@@ -37,6 +43,7 @@ _OPTIONS: dict[str, type[Guard]] = {
     "max_backoff": Retries,
     "retry_when": Retries,
     "max_age": AgeLimit,
+    "notify_shutdown": Drain,
     "time_limit": TimeLimit,
 }
 
@@ -48,7 +55,7 @@ def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
     Parameters:
         strict: an actor without a ``time_limit`` is an error instead of a warning.
         **options: defaults of the guards: ``app_version``, ``max_retries``, ``min_backoff``, ``max_backoff``,
-            ``retry_when``, ``max_age``, ``time_limit``. What they mean stands with the guards.
+            ``retry_when``, ``notify_shutdown``, ``max_age``, ``time_limit``. What they mean stands with the guards.
 
     Raises:
         ConfigError: an option is unknown or its value makes no sense.
@@ -58,10 +65,11 @@ def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
     for name, value in options.items():
         given[_OPTIONS[name]][name] = value
     return [
+        AsyncIO(),
         DeadLetters(**given[DeadLetters]),
         Retries(**given[Retries]),
+        Drain(**given[Drain]),
         AgeLimit(**given[AgeLimit]),
-        ShutdownNotifications(),
         Callbacks(),
         Pipelines(),
         CurrentMessage(),

@@ -16,6 +16,7 @@ from dramatiq_safeops import (
     AgeLimit,
     ConfigError,
     DeadLetters,
+    Drain,
     Guard,
     RabbitmqBroker,
     Retries,
@@ -49,7 +50,7 @@ def test_the_stack_has_its_guards_and_dramatiqs_own_in_the_one_right_order():
     ours = [name for name in names(safe_stack()) if name in {kind.__name__ for kind in ORDER}]
     theirs = [name for name in names(safe_stack()) if name not in ours]
 
-    assert ours == ["DeadLetters", "Retries", "AgeLimit", "TimeLimit"]
+    assert ours == ["AsyncIO", "DeadLetters", "Retries", "Drain", "AgeLimit", "TimeLimit"]
     assert {"Callbacks", "Pipelines", "CurrentMessage"} <= set(theirs)
     assert names(safe_stack())[-1] == "TimeLimit"
 
@@ -91,6 +92,7 @@ def test_options_reach_the_guard_they_are_meant_for():
         min_backoff=0,
         max_backoff=5_000,
         retry_when=lambda retries, exception: True,
+        notify_shutdown=True,
         max_age=60_000,
         time_limit=1_000,
         strict=True,
@@ -101,6 +103,7 @@ def test_options_reach_the_guard_they_are_meant_for():
     retries = found[Retries]
     assert (retries.max_retries, retries.min_backoff, retries.max_backoff) == (2, 0, 5_000)
     assert retries.retry_when(0, RuntimeError()) is True
+    assert found[Drain].notify_shutdown is True
     assert found[AgeLimit].max_age == 60_000
     assert (found[TimeLimit].time_limit, found[TimeLimit].strict) == (1_000, True)
 
@@ -117,6 +120,7 @@ def test_options_reach_the_guard_they_are_meant_for():
         ({"max_age": 0}, "AgeLimit.max_age"),
         ({"time_limit": 0}, "TimeLimit.time_limit"),
         ({"time_limit": None}, "TimeLimit.time_limit"),
+        ({"notify_shutdown": 1}, "Drain.notify_shutdown"),
         ({"app_version": 7}, "DeadLetters.app_version"),
         ({"retry_when": "never"}, "Retries.retry_when"),
     ],
@@ -138,6 +142,8 @@ def test_a_wrong_option_is_an_error_that_names_it(options: dict[str, Any], says:
         (dramatiq.middleware.Retries, "Retries"),
         (dramatiq.middleware.AgeLimit, "AgeLimit"),
         (dramatiq.middleware.TimeLimit, "TimeLimit"),
+        (dramatiq.middleware.ShutdownNotifications, "Drain"),
+        (dramatiq.middleware.AsyncIO, "AsyncIO"),
     ],
 )
 def test_a_stock_middleware_that_decides_by_itself_is_refused(stock: type[Middleware], ours: str):
@@ -174,7 +180,8 @@ def test_a_guard_that_stands_twice_or_in_the_wrong_place_is_refused(stack: list[
 def test_the_error_about_the_order_shows_the_order():
     """Hurts whoever has to put it right."""
     with pytest.raises(
-        ConfigError, match=r"DeadLetters, Retries, AgeLimit, TimeLimit; safe_stack\(\) returns it"
+        ConfigError,
+        match=r"AsyncIO, DeadLetters, Retries, Drain, AgeLimit, TimeLimit; safe_stack\(\) returns it",
     ):
         check_stack([TimeLimit(), Retries()])
 
