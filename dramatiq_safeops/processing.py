@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq.common import current_millis
 from dramatiq.middleware import Callbacks, GroupCallbacks, Middleware, MiddlewareError, Pipelines, SkipMessage
+from dramatiq.results import ResultFailure, ResultMissing, Results
 
 from .delivery import STARTED, Delivery
 from .encoder import encode
@@ -151,6 +152,20 @@ class Processing:
                     delivery.follow_up_error = error
         here.kind = ""
 
+    def after_nack(self, delivery: Delivery) -> None:
+        """Tell of a message that is dead. Never raises.
+
+        What has not run this time may have been done before, by a worker that was killed before its ack: a result that
+        is stored is not overwritten with "too old" or "its guard failed".
+        """
+        for middleware, hook in self.hooks_of("after_nack"):
+            try:
+                if isinstance(middleware, Results) and not delivery.ran and _has_result(middleware, delivery):
+                    continue
+                hook(self._broker, delivery)
+            except Exception:
+                logger.critical("Unexpected failure in after_nack of %r.", middleware, exc_info=True)
+
     # -- follow-ups
 
     @property
@@ -213,6 +228,16 @@ class Processing:
                 hooks.reverse()
             self._hooks[signal] = hooks
         return hooks
+
+
+def _has_result(results: Results, delivery: Delivery) -> bool:
+    try:
+        results.backend.get_result(delivery)
+    except ResultMissing:
+        return False
+    except ResultFailure:
+        return True
+    return True
 
 
 def _ids_in(options: Mapping[str, Any]) -> set[str]:

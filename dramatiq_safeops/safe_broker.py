@@ -147,7 +147,11 @@ class SafeBroker(Broker):
             self._processing.after(args[0], **kwargs)
         elif signal == "skip_message":
             self._processing.after_skip(args[0])
-        elif self._is_told(f"after_{signal}", args):
+        elif not self._is_told(f"after_{signal}", args):
+            return
+        elif signal == "nack":
+            self._processing.after_nack(args[0])
+        else:
             super().emit_after(signal, *args, **kwargs)
 
     def _is_told(self, hook: str, args: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from dramatiq import Message
+from dramatiq.common import current_millis
 from dramatiq.results import ResultFailure, ResultMissing
 
 from dramatiq_safeops.testing import RabbitmqServer
@@ -120,6 +121,14 @@ SUCCEEDED = """
 """
 
 
+#: Milliseconds, enough for a worker to start on a message that was just sent.
+AGE_MS = 5_000
+
+
+def wait_until_too_old(message: Message[Any]) -> None:
+    wait_until(lambda: current_millis() > message.message_timestamp + AGE_MS, what="its max_age to pass")
+
+
 def succeeded_app(folder: Path, url: str, *, safe: bool = True, age: int = 600_000, **options: Any) -> App:
     guard = "__import__('dramatiq_safeops').Guard" if safe else "Middleware"
     return app_with(folder, url, SUCCEEDED.format(guard=guard, age=age), **options)
@@ -186,9 +195,11 @@ def test_a_message_that_grew_too_old_after_it_was_done_overwrites_no_result(
     amqp_url: str, tmp_path: Path
 ) -> None:
     """Hurts whoever reads the result of a message that is done: the worker was down for longer than its ``max_age``."""
-    app = succeeded_app(tmp_path, amqp_url, age=2_000)
+    # Given a worker that dies when the result is stored, and nobody to take over until the message is too old
+    app = succeeded_app(tmp_path, amqp_url, age=AGE_MS)
     message = run_until_killed(app, "build.send()")
     assert results_of(app).history(message) == ["built"]
+    wait_until_too_old(message)
 
     with app.worker() as worker:
         assert wait_until(lambda: reasons(amqp_url), what="the dead letter") == ["too_old"]
@@ -202,8 +213,9 @@ def test_stock_overwrites_the_result_of_a_message_that_grew_too_old_after_it_was
     amqp_url: str, tmp_path: Path
 ) -> None:
     """The twin: a failure takes the place of the result."""
-    app = succeeded_app(tmp_path, amqp_url, safe=False, age=2_000, broker="stock")
+    app = succeeded_app(tmp_path, amqp_url, safe=False, age=AGE_MS, broker="stock")
     message = run_until_killed(app, "build.send()")
+    wait_until_too_old(message)
 
     with app.worker():
         history = results_of(app).history
@@ -251,7 +263,7 @@ FAILING = """
     add_results()
     KILL
 
-    @dramatiq.actor(store_results=True, max_retries=2, min_backoff=0)
+    @dramatiq.actor(store_results=True, max_retries=2, min_backoff=50)
     def build():
         note("ran")
         raise ValueError(f"failure {len(open(os.environ['TEST_EFFECTS']).readlines())}")

@@ -582,8 +582,9 @@ def test_a_stored_result_is_not_overwritten_by_a_park(bench: Bench):
 
 
 def test_a_stored_result_is_not_overwritten_by_a_message_that_is_too_old(bench: Bench):
-    """Hurts whoever reads the result of a message whose twin came too late: turned away, it is a failure of its own."""
+    """Hurts whoever reads the result of a message that was done when its worker died, and is too old for its redelivery."""
     message = bench.message("build", "march", max_age=1)
+    bench.results.store_result(message, "built march", 60_000)
 
     bench.broker.enqueue(message)
 
@@ -591,6 +592,18 @@ def test_a_stored_result_is_not_overwritten_by_a_message_that_is_too_old(bench: 
     bench.wait_settled()
     assert bench.ran == []
     assert bench.dead_letters()[message.message_id].headers["x-safeops-reason"] == "too_old"
+    assert bench.result_of(message.message_id) == "built march"
+
+
+def test_a_message_that_is_too_old_and_has_no_result_stores_a_failure(bench: Bench):
+    """Hurts whoever waits for an answer that cannot come."""
+    sent = bench.send("build", "march", max_age=1)
+
+    bench.wait_for(sent, *NACK)
+
+    failure = wait_until(lambda: bench.result_of(sent), PATIENCE_S, "the failure")
+    assert isinstance(failure, ResultFailure)
+    assert "max_age is 1 ms" in failure.orig_exc_msg
 
 
 # --- what strangers send ------------------------------------------------------------------------
