@@ -43,10 +43,11 @@ Hook = tuple[Middleware, Callable[..., None]]
 
 
 class _Here(threading.local):
-    """The delivery whose follow-ups this thread collects, and the middleware whose hook runs."""
+    """The delivery whose follow-ups this thread collects, the middleware whose hook runs, and what it could not send."""
 
     delivery: Delivery | None = None
     kind: str = ""
+    not_collected: Exception | None = None
 
 
 class Processing:
@@ -143,14 +144,16 @@ class Processing:
         for middleware, hook in self.hooks_of(signal):
             if middleware in not_entered:
                 continue
-            here.kind = type(middleware).__name__
+            here.kind, here.not_collected = type(middleware).__name__, None
             try:
                 hook(self._broker, delivery, **kwargs)
             except Exception as error:
                 logger.critical("Unexpected failure in %s of %r.", signal, middleware, exc_info=True)
                 if isinstance(middleware, _FOLLOW_UP_MIDDLEWARE):
                     delivery.follow_up_error = error
-        here.kind = ""
+                elif here.not_collected is not None:
+                    delivery.follow_up_error = here.not_collected
+        here.kind, here.not_collected = "", None
 
     def after_nack(self, delivery: Delivery) -> None:
         """Tell of a message that is dead. Never raises.
@@ -180,7 +183,8 @@ class Processing:
     def collect(self, message: Message[Any], delay: float | None) -> Message[Any]:
         """Keep ``message`` until its parent is settled. Returns it with the id that it will have.
 
-        A follow-up that cannot be encoded makes a dead letter of its parent: nothing of a chain is lost silently.
+        A follow-up that cannot be encoded, or that a middleware refuses, makes a dead letter of its parent: nothing of a
+        chain is lost silently. A hook that catches the error has dealt with it.
         """
         delivery = self._here.delivery
         assert delivery is not None
@@ -190,7 +194,10 @@ class Processing:
             delivery.follow_ups.append(new_message(message, encode(message), delay_ms=delay))
             self._broker.emit_after("enqueue", message, delay)
         except Exception as error:
-            delivery.follow_up_error = error
+            if self._here.kind:
+                self._here.not_collected = error
+            else:
+                delivery.follow_up_error = error  # between the after-hooks and the ack Dramatiq swallows it
             raise
         return message
 
