@@ -88,6 +88,7 @@ class Delivery(MessageProxy):
         self.failure: ExceptionRecord | None = None
         self.follow_ups: list[Any] = []
         self.follow_up_error: BaseException | None = None
+        self.held_for_hooks = False  # not settled before the after-hooks of its ack or nack have run
         self.last_resort = False  # its full dead letter was refused, and the bare one has been tried
         self._word: dict[str, list[str]] = {}
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from dramatiq import Actor, Message
 
 
+#: What Dramatiq's worker announces around ``consumer.ack`` and ``consumer.nack``.
+_ENDS = ("ack", "nack")
+
+
 class SafeBroker(Broker):
     """The part of Dramatiq's ``Broker`` that decides. Mixed in before one that carries messages.
 
@@ -129,6 +133,8 @@ class SafeBroker(Broker):
         if signal == "process_message":
             self._processing.before(args[0])
             return
+        if signal in _ENDS:
+            args[0].held_for_hooks = True
         if signal == "worker_boot":
             self._check_boot(args[0])
         if not self._is_told(f"before_{signal}", args):
@@ -136,23 +142,28 @@ class SafeBroker(Broker):
         try:
             super().emit_before(signal, *args, **kwargs)
         except MiddlewareError:
-            if signal not in ("ack", "nack"):
+            if signal not in _ENDS:
                 raise
             # Dramatiq would give up here, and the message would stay un-acked for good.
             self.logger.critical("Unexpected failure in before_%s.", signal, exc_info=True)
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
         """Run after-hooks as Dramatiq does. The outcome is decided before the first one, and follow-ups are collected."""
-        if signal == "process_message":
-            self._processing.after(args[0], **kwargs)
-        elif signal == "skip_message":
-            self._processing.after_skip(args[0])
-        elif not self._is_told(f"after_{signal}", args):
-            return
-        elif signal == "nack":
-            self._processing.after_nack(args[0])
-        else:
-            super().emit_after(signal, *args, **kwargs)
+        try:
+            if signal == "process_message":
+                self._processing.after(args[0], **kwargs)
+            elif signal == "skip_message":
+                self._processing.after_skip(args[0])
+            elif not self._is_told(f"after_{signal}", args):
+                return
+            elif signal == "nack":
+                self._processing.after_nack(args[0])
+            else:
+                super().emit_after(signal, *args, **kwargs)
+        finally:
+            if signal in _ENDS:
+                args[0].held_for_hooks = False
+                self.carry_out(args[0])
 
     def _is_told(self, hook: str, args: tuple[Any, ...]) -> bool:
         """Whether anybody is told of this ack or nack: not of a park, which is no end, and not if nobody listens."""
@@ -178,7 +189,14 @@ class SafeBroker(Broker):
         self._settlement.admit(delivery, inbox)
 
     def carry_out(self, delivery: Delivery) -> None:
-        """Make the outcome of ``delivery`` true. Thread-safe, never blocks, never raises."""
+        """Make the outcome of ``delivery`` true. Thread-safe, never blocks, never raises.
+
+        Under a worker only when its after-hooks have run: Results stores a failure in ``after_nack``, and a worker that is
+        killed meanwhile must not have acked.
+        """
+        if delivery.held_for_hooks:
+            self._settlement.conclude(delivery)
+            return
         self._processing.stop_collecting()
         self._settlement.carry_out(delivery)
 

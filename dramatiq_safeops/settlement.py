@@ -91,11 +91,26 @@ class Settlement:
 
     # -- at the end
 
+    def conclude(self, delivery: Delivery) -> Decision:
+        """Set and return the decision, corrected by what after-hooks did since it was made. Never raises.
+
+        May be called again, when more hooks have run.
+        """
+        try:
+            decision = self._final(delivery)
+        except Exception as error:
+            logger.critical("What becomes of a message could not be decided.", exc_info=True)
+            detail = f"settling it failed with {type(error).__name__}"
+            decision = Decision(Outcome.DEAD, Reason.GUARD_FAILED, detail)
+        delivery.decision = decision
+        delivery.follow_up_error = None  # the decision holds it now
+        return decision
+
     def carry_out(self, delivery: Delivery) -> None:
         """Make the outcome of ``delivery`` true at RabbitMQ. Never blocks, never raises."""
         channel = delivery.channel
         try:
-            decision = delivery.decision = self._final(delivery)
+            decision = self.conclude(delivery)
             if decision.outcome is Outcome.STALE:
                 return
             if decision.outcome is Outcome.RETURNED:
@@ -136,7 +151,6 @@ class Settlement:
         return [*others, self._dead_letter(delivery, delivery.decision)]
 
     def _final(self, delivery: Delivery) -> Decision:
-        """Return the decision, corrected by what after-hooks did once it was made."""
         decision = delivery.decision
         if decision is None:
             if delivery.state == STARTED:

@@ -303,6 +303,56 @@ def test_a_worker_killed_before_its_dead_letter_is_sent_stores_the_failure_of_th
     assert results_of(app).history(message) == ["ValueError: failure 4"]
 
 
+SLOW = """
+    from tests.harness.queues import depth
+
+    class Slow(FileResults):
+        "Takes its time to store a failure, and the first time its worker is killed meanwhile."
+
+        def _store(self, *args):
+            if not os.path.exists("killed"):
+                until = time.monotonic() + 2
+                while time.monotonic() < until and not depth(os.environ["TEST_AMQP_URL"], DEAD):
+                    time.sleep(0.02)
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._store(*args)
+
+    add_results(Slow)
+
+    @dramatiq.actor(store_results=True, max_retries=0)
+    def build():
+        note("ran")
+        raise ValueError("no route")
+"""
+
+
+def test_a_worker_killed_while_it_stores_a_failure_has_not_acked_yet(amqp_url: str, tmp_path: Path) -> None:
+    """Hurts who waits for the answer: the message would be dead, and nobody left to say so."""
+    app = app_with(tmp_path, amqp_url, SLOW.replace("DEAD", "'default.dlq'"))
+    message = run_until_killed(app, "build.send()")
+    assert results_of(app).history(message) == []
+
+    with app.worker() as worker:
+        wait_until(lambda: reasons(amqp_url), what="the dead letter")
+        assert worker.terminate() == 0
+
+    assert results_of(app).history(message) == ["ValueError: no route"]
+    assert reasons(amqp_url) == ["retries_exhausted"]
+
+
+def test_stock_loses_the_failure_when_its_worker_is_killed_while_it_stores_it(
+    amqp_url: str, tmp_path: Path
+) -> None:
+    """The twin: the dead letter is there, and the answer never comes."""
+    app = app_with(tmp_path, amqp_url, SLOW.replace("DEAD", "'default.XQ'"), broker="stock")
+    message = run_until_killed(app, "build.send()")
+
+    assert depth(amqp_url, "default.XQ") == 1
+    assert depth(amqp_url, "default") == 0
+    assert results_of(app).history(message) == []
+
+
 # -- between the end of an actor and the ack
 
 
