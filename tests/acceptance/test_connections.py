@@ -149,6 +149,8 @@ def sight_of_two_deliveries(app: App, tmp_path: Path) -> list[dict[str, Any]]:
         "message_timestamp": 1,
     }
     with app.worker() as worker:
+        # A stock worker declares its queues a moment after it has said that it is ready.
+        wait_until(lambda: counts.attached(app.url, "default")[1] > 0, what="the worker to consume")
         queues.publish(app.url, "default", json.dumps(body).encode(), headers={"traceparent": "00-abc-01"})
         worker.process.wait(60)
     with app.worker():

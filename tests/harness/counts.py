@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pika.exceptions
+
 from dramatiq_safeops.testing import RabbitmqServer
 from tests.harness import queues
 
@@ -57,9 +59,15 @@ def queue_counts(rabbit: RabbitmqServer, url: str) -> dict[str, QueueCount]:
 
 
 def attached(url: str, queue: str) -> tuple[int, int]:
-    """Return how many messages of ``queue`` wait, and how many consumers it has. Exact and cheap; the queue must exist."""
+    """Return how many messages of ``queue`` wait, and how many consumers it has; none if there is no such queue.
+
+    Exact and cheap.
+    """
     with queues.channel(url) as channel:
-        declared = channel.queue_declare(queue, passive=True).method
+        try:
+            declared = channel.queue_declare(queue, passive=True).method
+        except pika.exceptions.ChannelClosedByBroker:
+            return 0, 0
         return declared.message_count, declared.consumer_count
 
 
