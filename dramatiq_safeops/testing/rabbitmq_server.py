@@ -7,9 +7,11 @@ SAFEOPS_RABBITMQ names (see ``binaries``); ``localhost`` in /etc/hosts. It works
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -102,6 +104,11 @@ class RabbitmqServer(PrivateServer):
     def urls(self) -> dict[str, str]:
         """The URLs of AMQP and of the management UI."""
         return {"url": self.url, "management_url": self.management_url}
+
+    @functools.cached_property
+    def version(self) -> tuple[int, ...]:
+        """The version of RabbitMQ, say ``(3, 10, 8)``. Asked once, which takes about 0.7 s of CPU."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.rabbitmqctl("version"))[:3])
 
     def api(self, method: str, path: str, body: object = None, *, timeout: float = 30.0) -> Any:
         """Call the management API: ``api("GET", "/api/queues/%2F/orders")``; return its JSON, None if it is empty.

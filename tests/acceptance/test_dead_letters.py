@@ -192,8 +192,7 @@ def test_rabbitmq_4_destroys_what_was_looked_at_20_times_where_the_queue_sets_no
 
     look_in_the_ui(rabbit, amqp_url, "plain", times=60, ackmode="reject_requeue_true")
 
-    version = rabbit.api("GET", "/api/overview")["rabbitmq_version"]
-    assert depth(amqp_url, "plain") == (1 if version.startswith("3.") else 0)
+    assert depth(amqp_url, "plain") == (1 if rabbit.version < (4,) else 0)
 
 
 def look_in_the_ui(rabbit: RabbitmqServer, url: str, queue: str, *, times: int, ackmode: str) -> None:
