@@ -127,9 +127,11 @@ class Delivery(MessageProxy):
     @property
     def delivery_count(self) -> int:
         """How often RabbitMQ says it has delivered this message before. Classic queues only know ``redelivered``."""
-        count = self.headers.get("x-delivery-count")
-        if isinstance(count, int):
-            return count
+        # RabbitMQ 4.3 does not count in x-delivery-count what was returned by a nack; x-acquired-count has them all.
+        for name in ("x-acquired-count", "x-delivery-count"):
+            count = self.headers.get(name)
+            if isinstance(count, int):
+                return count
         return int(self.redelivered)
 
     @property

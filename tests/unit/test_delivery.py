@@ -117,6 +117,8 @@ def test_attempts_are_counted_from_one():
         ({}, True, 1),
         ({"x-delivery-count": 0}, False, 0),
         ({"x-delivery-count": 3}, True, 3),
+        ({"x-acquired-count": 2}, True, 2),  # RabbitMQ 4.3: returned twice
+        ({"x-acquired-count": 3, "x-delivery-count": 1}, True, 3),  # and then lost with its connection
         ({"x-delivery-count": "many"}, True, 1),
     ],
 )
