@@ -76,8 +76,11 @@ def _make(root: Path, version: str, say: Callable[[str], None]) -> None:
         for package in packages:
             _run(["dpkg-deb", "--extract", str(package), str(made)])
         _finish(made)
-        say(f"RabbitMQ {_check(made)} is in {root}.")
+        found = _check(made)
+        shutil.rmtree(root, ignore_errors=True)  # somebody deleted half of it
         made.rename(root)
+        moved_on = "" if found.startswith(f"{version}.") else f"; Debian {release} has no {version} any more"
+        say(f"RabbitMQ {found} is in {root}{moved_on}.")
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
 

@@ -42,11 +42,13 @@ chmod 6755 "$3/usr/bin/passwd"
 class FakeMachine:
     """A machine whose apt fetches a RabbitMQ of one empty file."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, status: int = 0, asked_for: str = "4.0"
+    ) -> None:
         self.folder = folder
         self.said: list[str] = []
-        self.root = folder / "cache" / "rabbitmq-4.0"
-        monkeypatch.setenv("SAFEOPS_RABBITMQ", "4.0")
+        self.root = folder / "cache" / f"rabbitmq-{asked_for}"
+        monkeypatch.setenv("SAFEOPS_RABBITMQ", asked_for)
         for module in ("binaries", "install"):
             monkeypatch.setattr(f"dramatiq_safeops.testing.{module}.chosen_root", lambda: self.root)
         programs = folder / "bin"
@@ -96,6 +98,18 @@ def test_it_is_fetched_once_from_the_mirror_of_this_machine(
     assert (machine.calls, len(machine.said)) == (calls, said)
 
 
+def test_a_release_of_debian_that_has_moved_on_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of a version that was not the one that ran mislead whoever compares them."""
+    machine = FakeMachine(tmp_path, monkeypatch, asked_for="4.3")
+
+    machine.install()
+
+    assert machine.said[-1].startswith("RabbitMQ 4.0.5 is in ")
+    assert machine.said[-1].endswith("; Debian sid has no 4.3 any more.")
+
+
 def test_what_is_unpacked_lends_nobody_the_rights_of_its_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +126,8 @@ def test_what_a_killed_fetch_has_left_is_removed_and_fetched_anew(
 ) -> None:
     """Half a RabbitMQ would fail in ways that look like faults of the product."""
     machine = FakeMachine(tmp_path, monkeypatch)
-    left = machine.root.parent / ".making-killed" / "root" / "usr"
-    left.mkdir(parents=True)
+    (machine.root.parent / ".making-killed" / "root" / "usr").mkdir(parents=True)
+    (machine.root / "usr").mkdir(parents=True)
 
     machine.install()
 
