@@ -93,14 +93,22 @@ def parse_record(text: str) -> ProcessId | None:
     return None if state[0] in "ZX" else found
 
 
-def children_of(parent: ProcessId) -> list[ProcessId]:
-    """Return the direct children of a process."""
+def descendants_of(ancestor: ProcessId) -> list[ProcessId]:
+    """Return the children of a process, their children, and so on."""
     if _LINUX:
         pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     else:
         listed = subprocess.run(["ps", "-axo", "pid="], capture_output=True, text=True, check=True)
         pids = [int(pid) for pid in listed.stdout.split()]
-    return [seen for pid in pids if (seen := look_at(pid)) is not None and seen.parent == parent.pid]
+    children: dict[int, list[ProcessId]] = {}
+    for pid in pids:
+        seen = look_at(pid)
+        if seen is not None:
+            children.setdefault(seen.parent, []).append(seen)
+    found = children.pop(ancestor.pid, [])
+    for one in found:  # it grows meanwhile
+        found += children.pop(one.pid, [])
+    return found
 
 
 def launch(
@@ -143,13 +151,13 @@ def wait_until(condition: Callable[[], bool], timeout: float, *, interval: float
 
 
 def kill_all(processes: Iterable[ProcessId], *, first: int | None = None, patience: float = 5.0) -> None:
-    """End processes and their children for good, and wait until they are gone.
+    """End processes and all that these have started for good, and wait until they are gone.
 
     With ``first``, that signal is tried for ``patience`` seconds (PostgreSQL, for one, then removes what it keeps in
     the kernel). Paused processes are continued for it.
     """
     doomed = [process for process in processes if process.alive()]
-    family = doomed + [child for process in doomed for child in children_of(process)]
+    family = doomed + [one for process in doomed for one in descendants_of(process)]
     if first is not None:
         for process in family:
             process.signal(signal.SIGCONT)
@@ -159,7 +167,7 @@ def kill_all(processes: Iterable[ProcessId], *, first: int | None = None, patien
             return
     for process in doomed:
         process.signal(signal.SIGSTOP)  # a stopped parent starts no more children while we count them
-    family = doomed + [child for process in doomed for child in children_of(process)]
+    family = doomed + [one for process in doomed for one in descendants_of(process)]
     for process in family:
         process.signal(signal.SIGKILL)
     if not wait_until(lambda: not any(process.alive() for process in family), 10.0):

@@ -18,7 +18,7 @@ from dramatiq_safeops.testing.instances import Instance, sweep, watch_this_proce
 from dramatiq_safeops.testing.processes import (
     ProcessId,
     ServerError,
-    children_of,
+    descendants_of,
     kill_all,
     launch,
     look_at,
@@ -141,7 +141,7 @@ class PrivateServer(ABC):
         # The parent first, so that it starts no more children while they are looked up.
         for process in self._main():
             process.signal(signal.SIGSTOP)
-            self._paused = [process, *children_of(process)]
+            self._paused = [process, *descendants_of(process)]
         for process in self._paused:
             process.signal(signal.SIGSTOP)
 

@@ -26,7 +26,7 @@ import pytest
 from dramatiq_safeops.testing import PostgresServer, RabbitmqServer, postgres_server, servers
 from dramatiq_safeops.testing.binaries import find_postgres, find_rabbitmq
 from dramatiq_safeops.testing.install import Machine, ensure_binaries
-from dramatiq_safeops.testing.processes import ServerError, free_ports, look_at
+from dramatiq_safeops.testing.processes import ServerError, descendants_of, free_ports, kill_all, look_at
 from dramatiq_safeops.testing.rabbitmq_server import ApiError
 from dramatiq_safeops.testing.server import PortTaken
 from dramatiq_safeops.testing.shared_memory import segment_of
@@ -389,6 +389,23 @@ def test_an_owner_killed_in_the_middle_of_a_start_leaves_nothing(world: World) -
         starting.wait()
 
         world.wait_for_nothing_left()
+
+
+def test_what_a_server_has_started_dies_with_it_down_to_the_last() -> None:
+    """RabbitMQ's helpers have helpers: who looked right after `down` still saw those of a slow machine."""
+    server = subprocess.Popen(["sh", "-c", "sh -c 'sleep 600; :'; :"])
+    try:
+        root = look_at(server.pid)
+        assert root is not None
+        wait_for(lambda: len(descendants_of(root)) == 2)
+        family = descendants_of(root)
+
+        kill_all([root])
+
+        assert not any(process.alive() for process in family)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_sweep_spares_living_owners_and_strangers_with_an_old_pid(world: World) -> None:
