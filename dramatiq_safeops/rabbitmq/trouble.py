@@ -56,6 +56,9 @@ _CLUES = (
     ),
 )
 
+#: RabbitMQ 4.3 takes no smaller one, and says so to nobody but its log.
+LEAST_FRAME_MAX = 8_192
+
 #: What no waiting will heal.
 FINAL_ERRORS = (
     pika.exceptions.ProbableAuthenticationError,
@@ -80,10 +83,16 @@ def explain(error: BaseException, parameters: pika.connection.Parameters, *, las
         "vhost": parameters.virtual_host,
     }
     if any(_broke_off(cause) for cause in causes):
-        return (
+        sentence = (
             f"the connection to {facts['where']} broke while it was being opened: RabbitMQ is just starting or stopping,"
             " or something between here and there cuts connections"
         )
+        if 0 < parameters.frame_max < LEAST_FRAME_MAX:
+            sentence += (
+                f", or it is of version 4 and does not take the URL's frame_max={parameters.frame_max}:"
+                f" at least {LEAST_FRAME_MAX} fit all versions"
+            )
+        return sentence
     if not lasting and any(_hung_up(cause) for cause in causes):
         return (
             f"what answers at {facts['where']} hung up at once: RabbitMQ is just starting or stopping, or something else"
