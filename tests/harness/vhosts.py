@@ -53,6 +53,8 @@ def jam(url: str, step: str) -> None:
     """Put a message into a step of the delay ladder that never leaves it: the queue it is for takes nothing."""
     with channel(url) as ch:
         ch.confirm_delivery()
-        ch.queue_declare("jammed", arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
+        ch.queue_declare(
+            "jammed", durable=True, arguments={"x-max-length": 0, "x-overflow": "reject-publish"}
+        )
         ch.queue_bind("jammed", "safeops.delivery", "jammed")
         ch.basic_publish(step, "jammed", b"stays", mandatory=True)
