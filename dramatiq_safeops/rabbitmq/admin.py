@@ -109,13 +109,27 @@ def declare_all(
     while True:
         try:
             with connected(parameters, patience_s=max(deadline - time.monotonic(), 0)) as connection:
-                for index, declarations in enumerate(groups):
-                    declare(connection, declarations, index=index)
+                # What exists comes first: a start that is refused must not leave new queues of the wrong type behind.
+                there = [_exists(connection, declarations) for declarations in groups]
+                for index in sorted(range(len(groups)), key=lambda index: not there[index]):
+                    declare(connection, groups[index], index=index)
             return
         except NotConnected as error:
             if error.final or time.monotonic() >= deadline:
                 raise
             time.sleep(_PAUSE_S)
+
+
+def _exists(connection: pika.BlockingConnection, declarations: list[Declaration]) -> bool:
+    """Tell whether the queue that ``declarations`` end in exists already, if only to be refused."""
+    queue_name = [one.arguments["queue"] for one in declarations if one.method == "queue_declare"][-1]
+    channel = connection.channel()
+    try:
+        channel.queue_declare(queue_name, passive=True)
+    except pika.exceptions.ChannelClosedByBroker as error:
+        return bool(error.reply_code != 404)
+    channel.close()
+    return True
 
 
 def ready(connection: pika.BlockingConnection, queue_name: str) -> int:

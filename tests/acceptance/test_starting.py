@@ -333,6 +333,25 @@ def test_a_queue_with_other_arguments_ends_the_start(amqp_url: str, tmp_path: Pa
     ), sentence
 
 
+def test_a_refused_start_leaves_no_new_queues_behind(amqp_url: str, tmp_path: Path) -> None:
+    """They would be of the type that was refused, and stand in the way of the start with the right one."""
+    # Given one queue of stock Dramatiq's, and others that do not exist yet
+    stock = App(tmp_path / "stock", ACTOR, amqp_url, broker="stock")
+    stock.send("work.send(1)")
+    source = ACTOR
+    for name in "a", "z":
+        source += ACTOR.replace("work", name).replace("time_limit", f"queue_name='{name}', time_limit")
+
+    # When a start is refused
+    assert "queue 'default'" in refusal(App(tmp_path / "refused", source, amqp_url))
+
+    # Then the one that it advises works
+    options = {"TEST_BROKER_OPTIONS": json.dumps({"queue_type": "classic"})}
+    app = App(tmp_path / "safe", source, amqp_url, env=options)
+    with app.worker():
+        wait_for_numbers(app, 1)
+
+
 def test_stock_workers_stay_up_without_consuming_a_queue_with_other_arguments(
     amqp_url: str, tmp_path: Path
 ) -> None:
