@@ -1,0 +1,1 @@
+"""A small shop, as its authors have written it for Dramatiq."""
