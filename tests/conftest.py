@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dramatiq_safeops.testing import PostgresServer, RabbitmqServer
+from dramatiq_safeops.testing import PostgresServer, RabbitmqCluster, RabbitmqServer
 from dramatiq_safeops.testing.binaries import find_postgres, find_rabbitmq
 from tests.harness.vhosts import virtual_host
 
@@ -64,6 +64,14 @@ def own_rabbit() -> Iterator[RabbitmqServer]:
     need("RabbitMQ", find_rabbitmq())
     with RabbitmqServer.start() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RabbitmqCluster]:
+    """Three RabbitMQ nodes that all tests share. Whoever kills or pauses some of them calls ``heal()`` afterwards."""
+    need("RabbitMQ", find_rabbitmq())
+    with RabbitmqCluster.start() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="session")

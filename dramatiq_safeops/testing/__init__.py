@@ -5,6 +5,7 @@ Runs in: test runs and the demo. Needs: nothing for ``StubBroker``, otherwise Ra
 
 from dramatiq_safeops.testing.postgres_server import PostgresServer
 from dramatiq_safeops.testing.processes import ServerError
+from dramatiq_safeops.testing.rabbitmq_cluster import RabbitmqCluster
 from dramatiq_safeops.testing.rabbitmq_server import RabbitmqServer
 from dramatiq_safeops.testing.servers import Servers, servers
 from dramatiq_safeops.testing.stub_broker import DeadLettered, StubBroker
@@ -13,6 +14,7 @@ from dramatiq_safeops.testing.tcp_proxy import TcpProxy
 __all__ = [
     "DeadLettered",
     "PostgresServer",
+    "RabbitmqCluster",
     "RabbitmqServer",
     "ServerError",
     "Servers",

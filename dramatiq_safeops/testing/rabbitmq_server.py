@@ -66,6 +66,8 @@ class RabbitmqServer(PrivateServer):
         self._binaries = found
         self._plugins = tuple(plugins)
         self._config = dict(config)
+        self._node = _NODE
+        self._cookie = secrets.token_hex(16)
         self._epmd: subprocess.Popen[bytes] | None = None
         self._amqp_port = 0
         self._management_port = 0
@@ -137,7 +139,7 @@ class RabbitmqServer(PrivateServer):
         """Run ``rabbitmqctl`` against this node and return what it prints. Takes about 0.7 s of CPU."""
         # Without a port mapper the command would start one of its own, which nobody would stop.
         self._check_port_mapper()
-        options = ("-q", "-n", _NODE)
+        options = ("-q", "-n", self._node)
         command = self._binaries.command(self._binaries.ctl, *options, *arguments, folder=self.folder)
         try:
             done = subprocess.run(
@@ -184,13 +186,13 @@ class RabbitmqServer(PrivateServer):
             self._epmd.returncode = 0  # as for the node itself
 
     def _prepare(self) -> None:
-        self._amqp_port, distribution, self._management_port, prometheus, epmd = free_ports(5)
+        self._amqp_port, distribution, self._management_port, prometheus, port_mapper = free_ports(5)
         home = self.folder / "home"
         home.mkdir(parents=True, exist_ok=True)
         home.chmod(0o700)
         cookie = home / ".erlang.cookie"
         if not cookie.exists():
-            cookie.write_text(secrets.token_hex(16))
+            cookie.write_text(self._cookie)
             cookie.chmod(0o400)
         settings: dict[str, object] = {
             "listeners.tcp.1": f"127.0.0.1:{self._amqp_port}",
@@ -212,10 +214,10 @@ class RabbitmqServer(PrivateServer):
             **clean_environment(os.environ, "RABBITMQ_", "ERL_", "ERLANG_", "LC_", "NOTIFY_SOCKET"),
             "HOME": str(home),
             "LANG": "C.UTF-8",
-            "ERL_EPMD_PORT": str(epmd),
+            "ERL_EPMD_PORT": str(self._port_mapper_port(port_mapper)),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "ERL_CRASH_DUMP": str(self.folder / "log" / "erl_crash.dump"),
-            "RABBITMQ_NODENAME": _NODE,
+            "RABBITMQ_NODENAME": self._node,
             "RABBITMQ_NODE_PORT": str(self._amqp_port),
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_DIST_PORT": str(distribution),
@@ -231,7 +233,11 @@ class RabbitmqServer(PrivateServer):
             # The script then becomes the node, where it else stays its parent: one pid to kill and to pause.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
-        self._start_port_mapper(epmd)
+        self._start_port_mapper(port_mapper)
+
+    def _port_mapper_port(self, free: int) -> int:
+        """Return the port of Erlang's port mapper; ``free`` is one for a mapper of one's own."""
+        return free
 
     def _start_port_mapper(self, port: int) -> None:
         # In the foreground and as a process of ours: left to itself the node starts a daemon that outlives it.
