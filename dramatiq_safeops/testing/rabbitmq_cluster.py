@@ -26,6 +26,10 @@ NODES = 3
 #: How often a start is tried anew when another program was faster to take one of the ports.
 _PORT_TRIES = 4
 
+#: A node that was paused for longer is started anew: to the others it may be down by now (``net_ticktime``, 60 s with an
+#: error of a quarter), and such a partition ends by a restart only.
+_LONGEST_PAUSE_S = 40.0
+
 _LEADER = """
 {{ok, Q}} = rabbit_amqqueue:lookup({{resource, <<"{vhost}">>, queue, <<"{queue}">>}}),
 case amqqueue:get_pid(Q) of
@@ -74,6 +78,7 @@ class ClusterNode(RabbitmqServer):
         cookie: str,
         plugins: Sequence[str],
         config: Mapping[str, object],
+        advanced_config: str | None,
     ) -> None:
         peers = {
             f"cluster_formation.classic_config.nodes.{one}": f"{_name(one)}" for one in range(1, NODES + 1)
@@ -88,7 +93,9 @@ class ClusterNode(RabbitmqServer):
         self._node = _name(number)
         self._cookie = cookie
         self._first = first
+        self._advanced_config = advanced_config
         self._port_of_mapper = 0
+        self._paused_since = 0.0
 
     @property
     def name(self) -> str:
@@ -107,9 +114,18 @@ class ClusterNode(RabbitmqServer):
     def prepare(self) -> None:
         """Choose ports and write the configuration."""
         self._prepare()
+        if self._advanced_config is not None:
+            (self.folder / "advanced.config").write_text(self._advanced_config)
+
+    def pause(self) -> None:
+        """SIGSTOP, as for a single server. Its clients and the other nodes take it for living for 45 s at least."""
+        super().pause()
+        self._paused_since = time.monotonic()
 
     def revive(self) -> None:
         """Resume it if it is paused, start it if it is dead; do not wait until it is ready."""
+        if self._paused and time.monotonic() - self._paused_since > _LONGEST_PAUSE_S:
+            self.kill()
         self.resume()
         if not self.running:
             if self._process is not None:
@@ -159,30 +175,45 @@ class RabbitmqCluster:
         *,
         plugins: Sequence[str] = DEFAULT_PLUGINS,
         config: Mapping[str, object] | None = None,
+        advanced_config: str | None = None,
         timeout: float = READY_TIMEOUT_S,
     ) -> RabbitmqCluster:
         """Start three nodes and return when all of them run as one cluster (about 20 s on RabbitMQ 3.10, 8 s on 4).
 
-        ``config`` are lines for each node's rabbitmq.conf. Raises ``ServerError`` when they are not ready within
+        ``config`` are lines for each node's rabbitmq.conf, ``advanced_config`` is its advanced.config (Erlang terms), for
+        what rabbitmq.conf has no names for. Raises ``ServerError`` when they are not ready within
         ``timeout`` seconds, or cannot run at all.
         """
         for attempt in range(1, _PORT_TRIES + 1):
             try:
-                return cls._start(plugins, {} if config is None else config, timeout)
+                return cls._start(plugins, {} if config is None else config, advanced_config, timeout)
             except PortTaken:
                 if attempt == _PORT_TRIES:
                     raise
         raise AssertionError("unreachable")
 
     @classmethod
-    def _start(cls, plugins: Sequence[str], config: Mapping[str, object], timeout: float) -> RabbitmqCluster:
+    def _start(
+        cls,
+        plugins: Sequence[str],
+        config: Mapping[str, object],
+        advanced_config: str | None,
+        timeout: float,
+    ) -> RabbitmqCluster:
         cookie = secrets.token_hex(16)
         cluster = cls([])
         try:
             for number in range(1, NODES + 1):
                 first = cluster.nodes[0] if cluster.nodes else None
                 cluster.nodes.append(
-                    ClusterNode(number, first, cookie=cookie, plugins=plugins, config=config)
+                    ClusterNode(
+                        number,
+                        first,
+                        cookie=cookie,
+                        plugins=plugins,
+                        config=config,
+                        advanced_config=advanced_config,
+                    )
                 )
                 cluster.nodes[-1].prepare()
             # At once: the first that is up forms the cluster, the others find it.
