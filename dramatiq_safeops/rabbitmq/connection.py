@@ -26,9 +26,17 @@ from .trouble import address, close_reason, explain
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats unless the URL says otherwise. A dead peer is noticed within about half a minute: both
-#: sides give up after two missed ones, and pika looks every heartbeat plus 5 seconds.
+#: Seconds between two heartbeats unless the URL says otherwise. RabbitMQ is never silent for longer.
 HEARTBEAT_S = 10
+
+#: A connection is given up after so many looks in a row without a byte from RabbitMQ, of ten per heartbeat: after 15 seconds.
+#: pika looks every heartbeat plus 5 seconds, so that it would take up to 30. Looks are counted, not seconds: when this
+#: process could not run for a while, there may be much to read.
+SILENT_LOOKS = 15
+
+#: Seconds that a connection may take to open where there are other URLs to try: doubled after each round of failures, up to
+#: what the parameters say (15 with pika). A frozen server accepts connections, its kernel does, and then says nothing.
+OPENING_FIRST_S = 3.0
 
 #: Seconds to wait before the first reconnect, and at most. Each wait is jittered: after a restart of RabbitMQ all
 #: workers would come back in the same instant.
@@ -67,7 +75,8 @@ class Link:
     """One AMQP connection that is opened again whenever it is lost. Lives on the I/O thread.
 
     ``on_up(connection)`` and ``on_down(code, text)`` are called once for each connection that came up; the code is
-    AMQP's, or 0 when the connection was lost without a word. Of several URLs each is tried in its turn.
+    AMQP's, or 0 when the connection was lost without a word. Of several URLs each is tried in its turn; after a loss
+    the next one comes first, since the server that was lost is the least likely to answer.
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class Link:
         self._connection: SelectConnection | None = None
         self._up_since = 0.0
         self._failures = 0
+        self._turn = 0
         self._pausing = False
         self._closing = False
         #: Why there is no connection, for people; empty while there is one.
@@ -110,7 +120,9 @@ class Link:
         if self._workflow is not None or self._connection is not None or self._pausing or self._closing:
             return
         # One URL a time: pika would begin anew with the first one whenever its name cannot be resolved.
-        parameters = self._parameters[self._failures % len(self._parameters)]
+        parameters = self._parameters[self._turn % len(self._parameters)]
+        if len(self._parameters) > 1:
+            parameters = hurried(parameters, self._failures // len(self._parameters))
         self.trouble = f"connecting to {address(parameters)}"
         attempt = self._attempt = object()
 
@@ -160,8 +172,23 @@ class Link:
         self.trouble = ""
         self._connection = result
         result.add_on_close_callback(self._io.safely(self._closed))
+        heartbeat = result.params.heartbeat
+        if isinstance(heartbeat, (int, float)) and heartbeat > 0:
+            self._watch(result, heartbeat / 10, result.bytes_received, 0)
         logger.debug("Connected to RabbitMQ to %s.", self._purpose, extra={"event": "connection.up"})
         self._on_up(result)
+
+    def _watch(self, watched: Any, every_s: float, received: int, silent: int) -> None:
+        """Give the connection up when nothing comes any more."""
+        connection: Any = self._connection
+        if connection is not watched or not connection.is_open:
+            return
+        silent = silent + 1 if connection.bytes_received == received else 0
+        if silent < SILENT_LOOKS:
+            self._io.call_later(every_s, self._watch, watched, every_s, connection.bytes_received, silent)
+            return
+        # As pika does where it notices by itself: a polite close would wait for an answer.
+        connection._terminate_stream(pika.exceptions.AMQPHeartbeatTimeout("RabbitMQ has fallen silent"))
 
     def _closed(self, _connection: Any, reason: BaseException) -> None:
         self._connection = None
@@ -179,6 +206,7 @@ class Link:
             0.5, 1
         )
         self._failures += 1
+        self._turn += 1
         self._pausing = True
         logger.warning(
             "No connection to RabbitMQ to %s (%s), trying again in %.1f seconds.",
@@ -192,6 +220,17 @@ class Link:
     def _pause_over(self) -> None:
         self._pausing = False
         self.open()
+
+
+def hurried(parameters: pika.connection.Parameters, rounds: int) -> pika.connection.Parameters:
+    """Return a copy of ``parameters`` with less time to open a connection, for where there are other URLs to try.
+
+    ``rounds`` is how often all of them have failed in a row.
+    """
+    mine = copy.copy(parameters)
+    limit = OPENING_FIRST_S * 2 ** min(rounds, 10)
+    mine.stack_timeout = limit if mine.stack_timeout is None else min(mine.stack_timeout, limit)
+    return mine
 
 
 def prepared(parameters: pika.connection.Parameters, purpose: str) -> pika.connection.Parameters:
