@@ -75,7 +75,9 @@ class SendRefused(_SendError, BrokerError):
 
 
 class QueueFull(SendRefused):
-    """Raised when RabbitMQ refuses a message because its queue is over its length limit. It was not enqueued."""
+    """Raised when RabbitMQ refuses a message for seconds: its queue is over its length limit, or its cluster has lost too
+    many nodes. It was not enqueued.
+    """
 
 
 class QueueConflict(_SendError, ConfigError):

@@ -21,7 +21,7 @@ import pika
 from ..delivery import Delivery
 from .intake import Intake
 from .io_thread import IOThread
-from .publication import Batch, Need, Publication
+from .publication import Batch, Need, Publication, Refused
 from .publisher import Publisher
 from .settler import Instead, Settler
 from .subscription import Subscription
@@ -29,6 +29,11 @@ from .topology import Declaration
 
 #: Seconds that the end of a process may wait for its connections to close.
 EXIT_PATIENCE_S = 1.0
+#: Seconds that a publisher waits, out of its time budget, for a queue that refuses to take messages after all: an election
+#: takes half a second, on a busy machine two. And the pauses between its tries, doubling.
+REFUSAL_PATIENCE_S = 3.0
+REFUSAL_PAUSE_FIRST_S = 0.1
+REFUSAL_PAUSE_MOST_S = 0.5
 
 
 class Client:
@@ -62,14 +67,32 @@ class Client:
         """The largest frame that RabbitMQ takes, in bytes: all headers of a message must fit into one."""
         return self._publisher.frame_max
 
-    def publish(self, publications: Sequence[Publication], *, patience_s: float) -> Batch:
-        """Publish and wait for the confirms. Gives up when no confirm came for ``patience_s``; the batch says which came.
+    def publish(self, publications: Sequence[Publication], *, patience_s: float) -> None:
+        """Publish and wait for the confirms. Gives up when none came for ``patience_s``; each publication tells its fate.
+
+        What RabbitMQ refuses is tried again for a few seconds: on a new channel it also refuses what is for a quorum queue
+        whose leader has just died, until there is a new one.
 
         Raises:
             RuntimeError: called on the I/O thread (by a logging handler, for example), which would wait for itself.
         """
         if self._io.is_here:
             raise RuntimeError("the I/O thread cannot wait for a send(): hand it to a thread of your own")
+        began = time.monotonic()
+        self._publish_once(publications, patience_s)
+        if any(one.confirmed for one in publications):
+            began = time.monotonic()  # the budget starts anew with every confirm
+        deadline = began + patience_s
+        give_up_at = min(deadline, time.monotonic() + REFUSAL_PATIENCE_S)
+        pause = REFUSAL_PAUSE_FIRST_S
+        while refused := [one for one in publications if isinstance(one.error, Refused)]:
+            if time.monotonic() + pause >= give_up_at:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, REFUSAL_PAUSE_MOST_S)
+            self._publish_once(refused, deadline - time.monotonic())
+
+    def _publish_once(self, publications: Sequence[Publication], patience_s: float) -> None:
         batch = Batch(publications)
         self._io.call(self._publisher.submit, batch)
         try:
@@ -79,7 +102,6 @@ class Client:
         finally:
             if not batch.done.is_set():  # also when a time limit strikes in here
                 self._io.call(self._publisher.forget, batch)
-        return batch
 
     def subscribe(
         self, queue_name: str, prefetch: int, admit: Callable[[Delivery, Subscription], None]

@@ -29,7 +29,7 @@ class Unroutable(PublishError):
 
 
 class Refused(PublishError):
-    """RabbitMQ said no to this one: its queue is over its length limit."""
+    """RabbitMQ said no to this one: its queue is over its length limit, or has no leader just now."""
 
 
 class Final(PublishError):

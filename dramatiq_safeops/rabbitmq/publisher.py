@@ -302,7 +302,11 @@ class Publisher:
         if nacked:
             self._refused = True
             self._settle(
-                publication, Refused(f"a queue behind {publication.routing_key!r} is over its length limit")
+                publication,
+                Refused(
+                    f"a queue behind {publication.routing_key!r} is over its length limit, or too few nodes of its cluster"
+                    " are up"
+                ),
             )
         elif not publication.returned:
             self._settle(publication, None)
