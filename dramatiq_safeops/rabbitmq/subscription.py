@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST_S = 0.25
 RETRY_MOST_S = 5.0
 
+#: AMQP's code for a queue that does not exist.
+NOT_FOUND = 404
+
 #: AMQP has 16 bits for it.
 MOST_PREFETCH = 65_535
 
@@ -59,6 +62,9 @@ class Subscription:
         self._consumer_tag = ""
         self._retiring = False
         self._failures = 0
+        #: Whether the queue is known to exist. Declaring it again on each connection would do no harm but in a cluster with
+        #: a frozen node: there RabbitMQ (3.10) answers no declaration until that node counts as down, for a minute.
+        self._exists = False
 
     @property
     def unsettled(self) -> int:
@@ -71,7 +77,7 @@ class Subscription:
         return self._channel is None or self._channel.flushed
 
     def attach(self, connection: SelectConnection) -> None:
-        """Open a channel on ``connection``, declare the queue if need be, and consume."""
+        """Open a channel on ``connection``, declare the queue unless it is known to exist, and consume."""
         if self._retiring:
             self.retired.set()
             return
@@ -102,7 +108,10 @@ class Subscription:
     def _opened(self, amqp: Any) -> None:
         self._amqp = amqp
         amqp.add_on_close_callback(self._io.safely(self._closed))
-        declare_on(self._io, amqp, self._declarations, self._declared)
+        if self._exists:
+            self._declared(None)
+        else:
+            declare_on(self._io, amqp, self._declarations, self._declared)
 
     def _declared(self, error: str | None) -> None:
         if error is not None:
@@ -114,6 +123,7 @@ class Subscription:
             )
             self._amqp.close()
             return
+        self._exists = True
         self._amqp.basic_qos(prefetch_count=self.prefetch, callback=self._io.safely(self._consume))
 
     def _consume(self, _frame: Any) -> None:
@@ -149,6 +159,7 @@ class Subscription:
             extra={"event": "consumer.cancelled", "queue": self.queue_name},
         )
         self._consumer_tag = ""
+        self._exists = False
         if self._channel is not None:
             # RabbitMQ has its messages back already. Until it has confirmed the close, a copy would be a second one.
             self._channel.lost()
@@ -157,6 +168,8 @@ class Subscription:
     def _closed(self, amqp: Any, reason: BaseException) -> None:
         if amqp is not self._amqp:
             return
+        if close_reason(reason)[0] == NOT_FOUND:
+            self._exists = False
         self._lost()
         connection = self._connection
         if self._retiring:
