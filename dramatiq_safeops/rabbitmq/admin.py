@@ -6,21 +6,28 @@ Runs in: every process, in the calling thread, on a connection that is closed ag
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pika
 import pika.exceptions
 from dramatiq.errors import ConnectionFailed
 
-from .connection import prepared
+from .connection import hurried, prepared
 from .delays import STEPS_MS, step_name
 from .topology import Declaration, apply, dead_letter_queue
-from .trouble import explain, is_final
+from .trouble import address, close_reason, explain, is_final
 
 #: Seconds between two tries to reach a RabbitMQ that is not there yet.
 _PAUSE_S = 0.2
+
+#: Seconds that RabbitMQ may take for one answer. Without its majority a cluster gives none, nor does one of RabbitMQ 3.10
+#: while a node is frozen, and pika would wait for good. A declaration takes some milliseconds, on a busy cluster 0.3 s.
+ANSWER_S = 10.0
+
+#: AMQP's code for what went wrong inside RabbitMQ, as when a queue cannot be made without the majority.
+INTERNAL_ERROR = 541
 
 
 class NotConnected(ConnectionFailed):
@@ -29,6 +36,10 @@ class NotConnected(ConnectionFailed):
     def __init__(self, sentence: str, *, final: bool) -> None:
         super().__init__(sentence)  # type: ignore[no-untyped-call]  # Dramatiq leaves its constructor bare
         self.final = final
+
+
+class _NoAnswer(pika.exceptions.AMQPConnectionError):  # type: ignore[misc]  # pika has no types
+    """RabbitMQ did not answer in time."""
 
 
 class RefusedDeclaration(Exception):
@@ -50,11 +61,12 @@ def connected(
     """
     deadline = time.monotonic() + patience_s
     mine = [prepared(one, "check") for one in parameters]
+    rounds = 0
     while True:
         errors = []
         for one in mine:
             try:
-                connection = pika.BlockingConnection(one)
+                connection = pika.BlockingConnection(hurried(one, rounds) if len(mine) > 1 else one)
             except Exception as error:
                 errors.append((error, one))
             else:
@@ -65,6 +77,7 @@ def connected(
         if final or time.monotonic() >= deadline:
             sentence = "; ".join(explain(error, one, lasting=True) for error, one in errors)
             raise NotConnected(sentence, final=final) from None
+        rounds += 1
         time.sleep(_PAUSE_S)
 
 
@@ -72,11 +85,36 @@ def connected(
 def _closing(connection: pika.BlockingConnection, parameters: pika.connection.Parameters) -> Iterator[None]:
     try:
         yield
+    except _NoAnswer:
+        raise NotConnected(_unable(parameters, f"no answer within {ANSWER_S:.0f} s"), final=False) from None
     except (pika.exceptions.AMQPConnectionError, pika.exceptions.ChannelWrongStateError) as error:
+        code, text = close_reason(error)
+        if code == INTERNAL_ERROR:
+            raise NotConnected(_unable(parameters, " ".join(text.split())[:200]), final=False) from None
         raise NotConnected(explain(error, parameters), final=is_final(error)) from None
     finally:
         if connection.is_open:
-            connection.close()
+            with suppress(pika.exceptions.AMQPError), answering(connection):
+                connection.close()
+
+
+def _unable(parameters: pika.connection.Parameters, answer: str) -> str:
+    return (
+        f"RabbitMQ at {address(parameters)} is up but cannot do what it was asked ({answer}): if it is a cluster, too few of"
+        " its nodes are up, or one is frozen: see rabbitmqctl cluster_status, and start the missing ones"
+    )
+
+
+@contextmanager
+def answering(connection: pika.BlockingConnection) -> Iterator[None]:
+    """Cut the connection when RabbitMQ has not answered a call of the block within ``ANSWER_S``: pika has no limit."""
+    # The timer of the connection beneath: BlockingConnection's own fires between calls only.
+    impl = connection._impl
+    timer = impl._adapter_call_later(ANSWER_S, lambda: impl._terminate_stream(_NoAnswer()))
+    try:
+        yield
+    finally:
+        impl._adapter_remove_timeout(timer)
 
 
 def declare(connection: pika.BlockingConnection, declarations: list[Declaration], *, index: int = 0) -> None:
@@ -87,7 +125,9 @@ def declare(connection: pika.BlockingConnection, declarations: list[Declaration]
     """
     channel = connection.channel()
     try:
-        apply(declarations, channel)
+        for declaration in declarations:
+            with answering(connection):
+                apply([declaration], channel)
     except pika.exceptions.ChannelClosedByBroker as error:
         raise RefusedDeclaration(f"{error.reply_code} {error.reply_text}", index=index) from None
     channel.close()
@@ -134,7 +174,19 @@ def _exists(connection: pika.BlockingConnection, declarations: list[Declaration]
 
 def ready(connection: pika.BlockingConnection, queue_name: str) -> int:
     """Return how many messages of a queue wait for a consumer; 0 if there is no such queue."""
-    return _on_queue(connection, lambda channel: channel.queue_declare(queue_name, passive=True))
+    return _on_queue(connection, lambda channel: _ready(channel, queue_name))
+
+
+def _ready(channel: Any, queue_name: str) -> int:
+    declared = channel.queue_declare(queue_name, passive=True).method
+    if declared.message_count or declared.consumer_count:
+        return int(declared.message_count)
+    # A quorum queue that has lost its leader claims the same. Only asking for a message shows whether it is empty.
+    method, _, _ = channel.basic_get(queue_name)
+    if method is None:
+        return 0
+    channel.basic_nack(method.delivery_tag, requeue=True)
+    return 1
 
 
 def purge(connection: pika.BlockingConnection, queue_name: str) -> None:
@@ -145,7 +197,11 @@ def purge(connection: pika.BlockingConnection, queue_name: str) -> None:
         if waiting:
             _drop_from_step(connection, step_name(step), waiting, queue_name)
     for name in (queue_name, dead_letter_queue(queue_name)):
-        _on_queue(connection, lambda channel, name=name: channel.queue_purge(name))
+        _on_queue(connection, lambda channel, name=name: _purged(channel, name))  # type: ignore[misc]  # mypy's limit
+
+
+def _purged(channel: Any, queue_name: str) -> int:
+    return int(channel.queue_purge(queue_name).method.message_count)
 
 
 def _drop_from_step(connection: pika.BlockingConnection, step: str, most: int, queue_name: str) -> None:
@@ -165,10 +221,11 @@ def counts(connection: pika.BlockingConnection, queue_name: str) -> tuple[int, i
     return ready(connection, queue_name), delayed, ready(connection, dead_letter_queue(queue_name))
 
 
-def _on_queue(connection: pika.BlockingConnection, operation: Any) -> int:
+def _on_queue(connection: pika.BlockingConnection, operation: Callable[[Any], int]) -> int:
     channel = connection.channel()
     try:
-        count = int(operation(channel).method.message_count)
+        with answering(connection):
+            count = operation(channel)
     except pika.exceptions.ChannelClosedByBroker as error:
         if error.reply_code == 404:
             return 0  # not declared yet: an empty queue
