@@ -51,7 +51,7 @@ class Guard(Middleware):
         from .stack import check_stack  # it knows all guards, and each guard needs it at this one moment
 
         try:
-            check_stack(broker.middleware)
+            check_stack(broker.middleware, on_foreign_broker=True)
             for actor in broker.actors.values():
                 self.check_actor(actor)
             self.check_boot(broker)

@@ -77,11 +77,16 @@ def safe_stack(*, strict: bool = False, **options: Any) -> list[Middleware]:
     ]
 
 
-def check_stack(middleware: Sequence[Middleware]) -> None:
-    """Raise ``ConfigError`` if a guard stands twice, in the wrong place, or beside the stock middleware it replaces."""
+def check_stack(middleware: Sequence[Middleware], *, on_foreign_broker: bool = False) -> None:
+    """Raise ``ConfigError`` if a guard stands twice, in the wrong place, or beside the stock middleware it replaces.
+
+    On ``RabbitmqBroker`` a stock middleware that has such a twin is refused also alone. A foreign broker may have one.
+    """
     places = [type(one) for one in middleware]
     for one in middleware:
         for stock, ours in STOCK_TWINS.items():
+            if on_foreign_broker and not any(issubclass(kind, ours) for kind in places):
+                continue
             if isinstance(one, stock) and not isinstance(one, ours):
                 raise ConfigError(
                     f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it does not keep"

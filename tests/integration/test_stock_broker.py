@@ -183,3 +183,22 @@ def test_a_stock_twin_beside_ours_is_refused_at_the_start_of_a_worker(start: Sta
     """Both would retry: each failure would become two messages."""
     with pytest.raises(ConfigError, match="Retries"):
         start([dramatiq.middleware.Retries(), Retries()], lambda broker: None)
+
+
+def test_one_guard_alone_joins_the_list_that_an_app_has(start: Start) -> None:
+    """Who moves over guard by guard keeps Dramatiq's for the rest."""
+    attempts: list[int] = []
+    stock = [one() for one in dramatiq.middleware.default_middleware]
+
+    def declare(broker: StockBroker) -> None:
+        @dramatiq.actor(broker=broker, actor_name="fails", max_retries=1, min_backoff=10, max_backoff=10)
+        def fails() -> None:
+            attempts.append(1)
+            raise ValueError("again")
+
+    broker = start([DeadLetters(), *stock], declare)
+
+    broker.get_actor("fails").send()
+
+    wait_until(lambda: rejected(broker) == 1)
+    assert len(attempts) == 2
