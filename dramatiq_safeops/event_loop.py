@@ -163,7 +163,9 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
                 INTERRUPTER.interrupt(running.watch, Shutdown)
         with suppress(RuntimeError):  # closed: it has been stopped before
             real.call_soon_threadsafe(self._start_winding_up)
-        self.join(2 * STOP_PATIENCE_S)
+        self.join(STOP_PATIENCE_S)
+        if self.is_alive() and self.blocked_at() is None:
+            self.join(STOP_PATIENCE_S)  # for the generators, and what is slow
         if not self.is_alive():
             for running in list(self._running):
                 running.abandon()
@@ -223,6 +225,7 @@ class _Running:
         self._over = threading.Lock()
         self._over.acquire()
         self._reason: BaseException | type[BaseException] | None = None
+        self._submitted = False
         self.watch = watch
         self.over = False
         #: The cancellation was thrown into the coroutine, or came before its first step.
@@ -239,13 +242,11 @@ class _Running:
         watch = self.watch
         try:
             if watch is None:
-                self._submit()
-                self._wait()
+                self._see_through()
                 return
             before = watch.aim_at(self)
             try:
-                self._submit()
-                self._wait()
+                self._see_through()
             finally:
                 if self.cancelled and watch.raised is not None:
                     watch.struck = True
@@ -261,6 +262,24 @@ class _Running:
             reason = self.watch.raised
         return Shutdown if reason is None else reason
 
+    def _see_through(self) -> None:
+        """Start it and wait until it is over, whatever is raised into this thread."""
+        struck = False
+        while True:
+            try:
+                if not self._submitted:
+                    self._submit()
+                while not self.over:
+                    self._over.acquire(timeout=LOOK_EVERY_S)
+                return
+            except BaseException as error:
+                # Not the interrupter, which strikes the coroutine: Ctrl-C, or an extension of Dramatiq's that aborts
+                # messages. It may land at any point in here.
+                if not self._submitted or (struck and isinstance(error, KeyboardInterrupt)):
+                    raise
+                struck = True
+                self.strike(error)
+
     def _submit(self) -> None:
         """Start the coroutine soon, in a copy of this thread's context."""
         thread = self._thread
@@ -273,6 +292,7 @@ class _Running:
         with thread._lock:
             if thread._stopping or thread._real is None:
                 raise RuntimeError("Event loop is not running.")
+            self._submitted = True
             thread._running.add(self)
             if self.over:  # struck already
                 thread._running.discard(self)
@@ -280,22 +300,10 @@ class _Running:
                 thread._real.call_soon_threadsafe(self._start)
 
     def _withdraw(self) -> None:
-        """It was not submitted: forget it, without a warning that it was never awaited."""
-        self._thread._running.discard(self)
+        """Nobody waits for it: forget it unless it has begun, without a warning that it was never awaited."""
         if self._is_first():
             _close(self._coro)
-
-    def _wait(self) -> None:
-        struck = False
-        while not self.over:
-            try:
-                self._over.acquire(timeout=LOOK_EVERY_S)
-            except BaseException as error:
-                # Somebody else has raised into this thread: Ctrl-C, or an extension of Dramatiq's that aborts messages.
-                if struck and isinstance(error, KeyboardInterrupt):
-                    raise  # a second Ctrl-C
-                struck = True
-                self.strike(error)
+            self._thread._running.discard(self)
 
     # -- in any thread
 

