@@ -90,7 +90,7 @@ def test_the_results_of_a_pipeline_can_be_read(working: Stage):
 
     assert pipe.run() is pipe
 
-    assert pipe.get_result(block=True) == 10
+    assert pipe.get_result(block=True, timeout=30_000) == 10
     assert list(pipe.get_results()) == [3, 6, 10]
 
 
@@ -240,7 +240,7 @@ def test_a_pipeline_ends_with_a_step_that_failed_for_good(working: Stage):
     assert dead.actor == "first"
     assert runs == ["first", "first"]
     with pytest.raises(ResultFailure, match="no route"):
-        list(pipe.get_results(block=True))
+        list(pipe.get_results(block=True, timeout=30_000))
     with pytest.raises(ResultMissing):
         pipe.get_result()
 

@@ -146,6 +146,9 @@ def test_a_retry_keeps_its_priority(prioritized: Stage, monkeypatch: pytest.Monk
         ran.append(name)
         if ran.count(name) == 1 and name == "urgent":
             raise RuntimeError("no route")
+        if name == "0" and ran.count("urgent") == 1:
+            # It was on its way to the worker before the retry was at RabbitMQ: let that come in, beside the other four.
+            stage.wait(lambda: counts.attached(stage.url, "prioritized")[0] == 5, "the retry")
 
     stage.start_worker(worker_threads=1)
     gate.close()
@@ -155,7 +158,5 @@ def test_a_retry_keeps_its_priority(prioritized: Stage, monkeypatch: pytest.Monk
     gate.open()
 
     stage.wait(lambda: len(ran) == 7)
-    # One more message may have been on its way to the worker while the retry was on its way to RabbitMQ.
-    assert [name for name in ran if name != "urgent"] == ["0", "1", "2", "3", "4"]
-    first, second = (place for place, name in enumerate(ran) if name == "urgent")
-    assert second - first <= 3
+    others = ["1", "2", "3", "4"]
+    assert ran in (["urgent", "urgent", "0", *others], ["urgent", "0", "urgent", *others])

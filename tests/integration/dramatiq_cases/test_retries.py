@@ -89,7 +89,7 @@ def test_a_message_is_retried_until_it_is_too_old(working: Stage):
     """Hurts users of ``max_age`` with many retries: the age ends them."""
     runs: list[int] = []
 
-    @dramatiq.actor(max_age=300, max_retries=1000, min_backoff=100, max_backoff=100)
+    @dramatiq.actor(max_age=2_500, max_retries=1000, min_backoff=500, max_backoff=500)
     def build() -> None:
         runs.append(1)
         raise RuntimeError("no route")
