@@ -56,6 +56,10 @@ RENEW_AFTER_S = 1.0
 RENEW_AT_LAST_S = 15.0
 RENEW_PATIENCE_S = 0.2
 
+#: Seconds after which a declaration that is not answered holds up its messages no longer. In a cluster with a frozen node
+#: RabbitMQ 3.10 answers none for a minute, and what is to be declared mostly exists. If not, the messages come back.
+DECLARE_PATIENCE_S = 2.0
+
 
 @dataclass
 class _Lane:
@@ -97,6 +101,7 @@ class Publisher:
         self._renewing = False
         self._declared: set[Need] = set()
         self._declaring: dict[Need, list[Publication]] = {}
+        self._unanswered: set[Need] = set()  # declarations that hold up nobody any more
 
     @property
     def trouble(self) -> str:
@@ -231,6 +236,8 @@ class Publisher:
                 self._lane(publication).waiting.appendleft(publication)
         for need in list(self._declaring):
             self._line_up_again(self._declaring.pop(need))
+        self._declared -= self._unanswered
+        self._unanswered.clear()
 
     # -- publishing
 
@@ -374,9 +381,10 @@ class Publisher:
         if waiting is not None:
             waiting.append(publication)
             return
-        self._declaring[need] = [publication]
+        waiting = self._declaring[need] = [publication]
         connection = self._link.connection
-        if connection is not None:
+        if connection is not None and need not in self._unanswered:
+            self._io.call_later(DECLARE_PATIENCE_S, self._declare_late, need, waiting)
             declare_on_own_channel(
                 self._io,
                 connection,
@@ -384,8 +392,19 @@ class Publisher:
                 lambda error: self._declare_done(need, error),
             )
 
+    def _declare_late(self, need: Need, waiting: list[Publication]) -> None:
+        """Publish without the answer. What is returned then waits for it after all."""
+        if waiting is self._declaring.get(need):
+            del self._declaring[need]
+            self._unanswered.add(need)
+            self._declared.add(need)
+            self._line_up_again(waiting)
+            self._pump()
+
     def _declare_done(self, need: Need, error: str | None) -> None:
         waiting = self._declaring.pop(need, [])
+        self._unanswered.discard(need)
+        self._declared.discard(need)
         if error is None:
             self._declared.add(need)
             self._line_up_again(waiting)

@@ -133,6 +133,8 @@ class Producer(threading.Thread):
         super().__init__(daemon=True)
         self.broker = RabbitmqBroker(url=self.url, send_timeout=3_000)
         self.pause = threading.Event()
+        #: Where junk is published: over a plain connection, which knows one URL.
+        self.junk_url = self.url
 
     # A dataclass compares by its fields, and threading keeps threads in a set.
     __hash__ = threading.Thread.__hash__
@@ -166,7 +168,7 @@ class Producer(threading.Thread):
         while True:
             # ValueError: what pika raises where a connection breaks in the moment in which it is made.
             with contextlib.suppress(pika.exceptions.AMQPError, OSError, ValueError):
-                queues.publish(self.url, QUEUE, f"junk {key}".encode(), message_id=key)
+                queues.publish(self.junk_url, QUEUE, f"junk {key}".encode(), message_id=key)
                 return
             self.pause.wait(0.2)
 
