@@ -407,3 +407,40 @@ def test_a_message_that_died_without_the_majority_is_not_lost_with_its_worker(pl
         assert worker.terminate() == 0
     assert [one.message_id for one in queues.take(place.urls[1], dlq)] == ["dies"]
     assert queues.look(place.urls[2], place.queue) == []
+
+
+def test_stock_loses_a_dead_letter_whose_node_is_away(place: Place):
+    """The twin: RabbitMQ drops what it cannot dead-letter, and has removed the original by then."""
+    home, other, _ = place.cluster.nodes
+    source = """
+        QUEUE, GATE = os.environ["TEST_QUEUE"], os.environ["TEST_GATE"]
+
+        @dramatiq.actor(queue_name=QUEUE, max_retries=0)
+        def dies(key):
+            note("started", key=key)
+            while not os.path.exists(GATE):
+                time.sleep(0.05)
+            note("failed", key=key)
+            raise RuntimeError("there is no such order")
+    """
+    settings = {"TEST_QUEUE": place.queue, "TEST_GATE": str(place.gate)}
+    app = App(place.folder / "stock", source, place.url_at(home), broker="stock", env=settings)
+    # Given a queue of stock Dramatiq's on one node, its dead letters on another, and a message that runs
+    with queues.channel(place.url_at(other)) as channel:
+        channel.queue_declare(f"{place.queue}.XQ", durable=True, arguments={"x-message-ttl": 604_800_000})
+    with app.worker() as worker:
+        app.send("dies.send('dies')")
+        wait_until(lambda: app.notes("started"), PATIENCE_S, worker.text)
+
+        # When it dies while that other node is away
+        other.kill()
+        place.gate.touch()
+        wait_until(lambda: app.notes("failed"), PATIENCE_S, worker.text)
+        wait_until(lambda: "Rejecting" in worker.text or "Failed to process" in worker.text, PATIENCE_S)
+        assert worker.terminate() == 0
+    place.cluster.heal()
+
+    # Then there is neither a message nor a dead letter
+    left = {name: queues.depth(place.urls[0], f"{place.queue}{name}") for name in ("", ".DQ", ".XQ")}
+    assert left == {"": 0, ".DQ": 0, ".XQ": 0}
+    assert len(app.notes("failed")) == 1
