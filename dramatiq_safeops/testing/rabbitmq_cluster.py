@@ -38,6 +38,7 @@ case amqqueue:get_pid(Q) of
 end.
 """
 
+# (RabbitMQ 4.3 knows the nodes of a queue with an id each, earlier ones have a list of them.)
 # Every member of every quorum queue runs and knows a leader, seen from the node that is asked: a member that has just
 # come back counts for the majority only then. The waiting is done in there, since each call of rabbitmqctl costs 0.7 s.
 _MEMBERS_ONLINE = """
@@ -45,7 +46,10 @@ Missing = fun() ->
   [{{element(4, amqqueue:get_name(Q)), Node, State}}
     || Q <- rabbit_amqqueue:list_by_type(rabbit_quorum_queue),
        {{Name, _}} <- [amqqueue:get_pid(Q)],
-       Node <- maps:get(nodes, amqqueue:get_type_state(Q)),
+       Node <- case maps:get(nodes, amqqueue:get_type_state(Q)) of
+                 ById when is_map(ById) -> maps:keys(ById);
+                 Listed -> Listed
+               end,
        State <- [case rpc:call(Node, ets, lookup, [ra_state, Name], 2000) of
                    [Row | _] when element(2, Row) == leader; element(2, Row) == follower ->
                      case rpc:call(Node, ra_leaderboard, lookup_leader, [Name], 2000) of
