@@ -21,6 +21,7 @@ from .io_thread import IOThread
 from .settler import Settler
 from .topology import Declaration
 from .trouble import close_reason
+from .waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class Subscription:
             on_message_callback=channel.on_message,
             callback=self._io.safely(self._attached),
         )
+        Waiting(self._io, amqp, channel, self.queue_name)
 
     def _attached(self, _frame: Any) -> None:
         self._failures = 0
