@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import dramatiq.middleware
 from dramatiq.broker import Broker
 from dramatiq.common import current_millis, q_name
 from dramatiq.middleware import Middleware, MiddlewareError
@@ -18,13 +19,12 @@ from dramatiq.middleware import Middleware, MiddlewareError
 from .boot import known_options
 from .delivery import Delivery
 from .errors import ConfigError, refuse
-from .middleware import DeadLetters, Guard, check_stack
+from .middleware import AsyncIO, DeadLetters, Guard, check_stack
 from .options import check_number, is_number
 from .processing import Processing
 from .settlement import Inbox, Settlement
 
 if TYPE_CHECKING:
-    import dramatiq
     from dramatiq import Actor, Message
 
 
@@ -75,7 +75,15 @@ class SafeBroker(Broker):
         before: type[Middleware] | None = None,
         after: type[Middleware] | None = None,
     ) -> None:
-        """Add a middleware as Dramatiq does, and let a guard look at the actors that exist already."""
+        """Add a middleware as Dramatiq does, and let a guard look at the actors that exist already.
+
+        Dramatiq's own AsyncIO is left out where ours is there. It is in no default list of Dramatiq's, so every app with
+        async actors adds it by hand, and it has no options that could get lost.
+        """
+        if type(middleware) is dramatiq.middleware.AsyncIO and any(
+            isinstance(one, AsyncIO) for one in self.middleware
+        ):
+            return
         super().add_middleware(middleware, before=before, after=after)
         if isinstance(middleware, DeadLetters):
             self.dead_letters_guard = middleware

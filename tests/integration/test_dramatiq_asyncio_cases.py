@@ -201,14 +201,21 @@ def test_an_app_without_async_actors_pays_nothing(broker: RabbitmqBroker):
         assert "safeops-event-loop" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_stock_asyncio_beside_it_is_refused_with_a_sentence(amqp_url: str):
-    """Existing apps add it by hand: on Dramatiq's broker it is in no default list."""
+def test_a_stock_asyncio_that_is_added_by_hand_is_left_out(amqp_url: str):
+    """Existing apps do: on Dramatiq's broker it is in no default list."""
     broker = RabbitmqBroker(url=amqp_url)
+    before = list(broker.middleware)
+
     broker.add_middleware(dramatiq.middleware.AsyncIO())
 
-    with pytest.raises(
-        ConfigError, match=r"AsyncIO cannot be used.*remove it, dramatiq_safeops\.AsyncIO is there"
-    ):
+    assert broker.middleware == before
+
+
+def test_a_stock_asyncio_instead_of_it_is_refused_with_a_sentence(amqp_url: str):
+    """With it a message is tried again beside a coroutine that still runs."""
+    broker = RabbitmqBroker(url=amqp_url, middleware=[dramatiq.middleware.AsyncIO()])
+
+    with pytest.raises(ConfigError, match=r"use dramatiq_safeops\.AsyncIO in its place"):
         dramatiq.Worker(broker).start()
 
 
