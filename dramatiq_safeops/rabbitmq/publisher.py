@@ -19,8 +19,8 @@ import pika
 from pika.adapters.select_connection import SelectConnection
 
 from .connection import Link
-from .declarer import declare_on_own_channel
 from .io_thread import IOThread
+from .needs import Needs
 from .publication import (
     Batch,
     Impossible,
@@ -56,10 +56,6 @@ RENEW_AFTER_S = 1.0
 RENEW_AT_LAST_S = 15.0
 RENEW_PATIENCE_S = 0.2
 
-#: Seconds after which a declaration that is not answered holds up its messages no longer. In a cluster with a frozen node
-#: RabbitMQ 3.10 answers none for a minute, and what is to be declared mostly exists. If not, the messages come back.
-DECLARE_PATIENCE_S = 2.0
-
 
 @dataclass
 class _Lane:
@@ -85,7 +81,6 @@ class Publisher:
     ) -> None:
         self._io = io
         self._explain_refusal = explain_refusal
-        self._declarations_for = declarations_for
         self._link = Link(io, parameters, "publish", on_up=self._up, on_down=self._down)
         self._channel: Any = None
         self._ready = False
@@ -99,9 +94,7 @@ class Publisher:
         self._refused = False  # over this channel, something was
         self._opened_at = 0.0
         self._renewing = False
-        self._declared: set[Need] = set()
-        self._declaring: dict[Need, list[Publication]] = {}
-        self._unanswered: set[Need] = set()  # declarations that hold up nobody any more
+        self._needs = Needs(io, declarations_for, on_ready=self._needs_ready, on_refused=self._needs_refused)
 
     @property
     def trouble(self) -> str:
@@ -119,7 +112,7 @@ class Publisher:
     def idle(self) -> bool:
         """Whether nothing waits for its confirm."""
         moving = any(lane.waiting or lane.in_flight for lane in self._lanes.values())
-        return not (moving or self._suspects or self._declaring)
+        return not (moving or self._suspects) and self._needs.idle
 
     @property
     def closed(self) -> bool:
@@ -145,14 +138,11 @@ class Publisher:
                 # Its tag stays: the confirms of the others are counted by it.
                 publication.body = b""
                 self._out_of_flight(publication)
-        for waiting in (
-            self._suspects,
-            *(lane.waiting for lane in self._lanes.values()),
-            *self._declaring.values(),
-        ):
+        for waiting in (self._suspects, *(lane.waiting for lane in self._lanes.values())):
             kept = [one for one in waiting if one.batch is not batch]
             waiting.clear()
             waiting.extend(kept)
+        self._needs.withdraw(batch)
         for publication in mine:
             self._settle(publication, Withdrawn("nobody waits for it any more"))
         self._pump()
@@ -217,8 +207,6 @@ class Publisher:
         """Line up again what was in flight."""
         self._channel = None
         self._ready = False
-        if code == 404:
-            self._declared.clear()
         again = [one for one in self._in_flight.values() if one.batch is not None]
         self._in_flight.clear()
         self._renewing = False
@@ -234,10 +222,8 @@ class Publisher:
                 self._suspects.appendleft(publication)
             else:
                 self._lane(publication).waiting.appendleft(publication)
-        for need in list(self._declaring):
-            self._line_up_again(self._declaring.pop(need))
-        self._declared -= self._unanswered
-        self._unanswered.clear()
+        for waiting in self._needs.lost(everything=code == 404):
+            self._line_up_again(waiting)
 
     # -- publishing
 
@@ -264,9 +250,9 @@ class Publisher:
         return any(lane.in_flight for lane in self._lanes.values())
 
     def _publish(self, publication: Publication) -> None:
-        missing = next((need for need in publication.needs if need not in self._declared), None)
+        missing = self._needs.missing(publication)
         if missing is not None:
-            self._declare(missing, publication)
+            self._needs.declare(missing, publication, self._link.connection)
             return
         try:
             self._channel.basic_publish(
@@ -320,7 +306,7 @@ class Publisher:
         elif publication.needs and not publication.redeclared:
             # Somebody deleted the queue. Declare it once more, then it is the caller's error.
             publication.redeclared, publication.returned = True, False
-            self._declared.difference_update(publication.needs)
+            self._needs.gone(publication)
             self._line_up_again([publication])
         else:
             self._settle(publication, Unroutable(f"no queue takes messages for {publication.routing_key!r}"))
@@ -374,43 +360,15 @@ class Publisher:
             waiting = self._suspects if publication.suspect else self._lane(publication).waiting
             waiting.appendleft(publication)
 
-    # -- declaring what is missing
+    # -- what had to be declared first
 
-    def _declare(self, need: Need, publication: Publication) -> None:
-        waiting = self._declaring.get(need)
-        if waiting is not None:
-            waiting.append(publication)
-            return
-        waiting = self._declaring[need] = [publication]
-        connection = self._link.connection
-        if connection is not None and need not in self._unanswered:
-            self._io.call_later(DECLARE_PATIENCE_S, self._declare_late, need, waiting)
-            declare_on_own_channel(
-                self._io,
-                connection,
-                self._declarations_for(need),
-                lambda error: self._declare_done(need, error),
-            )
+    def _needs_ready(self, waiting: list[Publication]) -> None:
+        self._line_up_again(waiting)
+        self._pump()
 
-    def _declare_late(self, need: Need, waiting: list[Publication]) -> None:
-        """Publish without the answer. What is returned then waits for it after all."""
-        if waiting is self._declaring.get(need):
-            del self._declaring[need]
-            self._unanswered.add(need)
-            self._declared.add(need)
-            self._line_up_again(waiting)
-            self._pump()
-
-    def _declare_done(self, need: Need, error: str | None) -> None:
-        waiting = self._declaring.pop(need, [])
-        self._unanswered.discard(need)
-        self._declared.discard(need)
-        if error is None:
-            self._declared.add(need)
-            self._line_up_again(waiting)
-        else:
-            # 404: somebody deletes it faster than we declare it. That may pass, other arguments do not.
-            kind = Unroutable if error.startswith("404") else Undeclarable
-            for publication in waiting:
-                self._settle(publication, kind(self._explain_refusal(need, error)))
+    def _needs_refused(self, waiting: list[Publication], need: Need, answer: str) -> None:
+        # 404: somebody deletes it faster than we declare it. That may pass, other arguments do not.
+        kind = Unroutable if answer.startswith("404") else Undeclarable
+        for publication in waiting:
+            self._settle(publication, kind(self._explain_refusal(need, answer)))
         self._pump()
