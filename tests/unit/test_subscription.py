@@ -18,10 +18,13 @@ from dramatiq_safeops.rabbitmq.subscription import Subscription
 
 
 class Now:
-    """An I/O thread that does at once what it is asked to."""
+    """An I/O thread that does at once what it is asked to, and nothing later."""
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         function(*arguments)
+
+    def call_later(self, seconds: float, function: Callable[..., Any], *arguments: Any) -> None:
+        pass
 
     def safely(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
