@@ -214,6 +214,7 @@ def test_senders_and_workers_outlive_the_leader_that_they_are_connected_to(place
     )
 
 
+@pytest.mark.timeout(400)
 def test_a_frozen_node_is_left_for_another_one(place: Place):
     """Hurts everybody with a cluster: a frozen node keeps its connections, takes new ones, and never answers."""
     first, second, _ = place.cluster.nodes
