@@ -34,8 +34,9 @@ from tests.acceptance.test_fault_run import (
 from tests.harness import queues
 from tests.harness.worker import App, Worker, wait_until
 
-#: Seconds for which a node is frozen: short enough that its clients stay, and long enough that they leave.
-FREEZES_S = (2.0, 6.0, 18.0)
+#: Seconds for which a node is frozen, in turn: short enough that its clients stay, and (in the long run) long enough that
+#: they leave, which takes 15.
+FREEZES_S = (2.0, 18.0, 6.0)
 
 
 class ClusterFaults:

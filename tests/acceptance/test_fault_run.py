@@ -24,6 +24,7 @@ import pika
 import pika.exceptions
 import pytest
 from dramatiq import Message
+from pika.adapters.utils.connection_workflow import AMQPConnectorStackTimeout
 
 from dramatiq_safeops import RabbitmqBroker, SendUncertain
 from dramatiq_safeops.rabbitmq.delays import STEPS_MS, step_name
@@ -166,8 +167,11 @@ class Producer(threading.Thread):
     def send_junk(self, key: str) -> None:
         """Publish what is no message, as any client may. It is confirmed, too."""
         while True:
-            # ValueError: what pika raises where a connection breaks in the moment in which it is made.
-            with contextlib.suppress(pika.exceptions.AMQPError, OSError, ValueError):
+            # ValueError: what pika raises where a connection breaks in the moment in which it is made. The timeout, at a
+            # frozen node, is none of pika's AMQPErrors.
+            with contextlib.suppress(
+                pika.exceptions.AMQPError, AMQPConnectorStackTimeout, OSError, ValueError
+            ):
                 queues.publish(self.junk_url, QUEUE, f"junk {key}".encode(), message_id=key)
                 return
             self.pause.wait(0.2)
