@@ -19,7 +19,7 @@ from dramatiq.common import current_millis
 from dramatiq.middleware import Callbacks, GroupCallbacks, Middleware, MiddlewareError, Pipelines, SkipMessage
 from dramatiq.results import ResultFailure, ResultMissing, Results
 
-from .delivery import STARTED, Delivery
+from .delivery import RETURNED, STARTED, Delivery
 from .encoder import encode
 from .middleware import DeadLetters, Guard, Retries
 from .outcome import NO_RETRIES, STALE, Decision, Outcome, Reason, RetryPolicy, decide
@@ -154,6 +154,14 @@ class Processing:
                 elif here.not_collected is not None:
                     delivery.follow_up_error = here.not_collected
         here.kind, here.not_collected = "", None
+
+    def before_end(self, delivery: Delivery) -> None:
+        """Take what ends without having reached a worker thread out of the buffer, unless somebody else was first.
+
+        Dramatiq rejects a message of an unknown actor where it arrives. Returned to the queue meanwhile, it would die again.
+        """
+        if delivery.decision is None and not delivery.leave_buffer(RETURNED) and delivery.state != STARTED:
+            delivery.decision = STALE
 
     def after_nack(self, delivery: Delivery) -> None:
         """Tell of a message that is dead. Never raises.

@@ -143,6 +143,7 @@ class SafeBroker(Broker):
             return
         if signal in _ENDS:
             args[0].held_for_hooks = True
+            self._processing.before_end(args[0])
         if signal == "worker_boot":
             self._check_boot(args[0])
         if not self._is_told(f"before_{signal}", args):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from dramatiq.results import ResultFailure, ResultMissing, Results
 from dramatiq.results.backends import StubBackend
 
 from dramatiq_safeops import Guard, PermanentError, RabbitmqBroker, safe_stack
+from dramatiq_safeops.rabbitmq import waiting
 from dramatiq_safeops.testing import RabbitmqServer
 from tests.harness import queues
 from tests.harness.vhosts import virtual_host
@@ -90,6 +92,7 @@ class Switchboard(Middleware):
         self.skips: set[str] = set()
         self.fails_and_skips: set[str] = set()
         self.fails_afterwards: set[str] = set()
+        self.dawdles_s: dict[str, float] = {}
 
     def before_process_message(self, broker: Any, message: Any) -> None:
         if message.message_id in self.fails_and_skips:
@@ -103,6 +106,9 @@ class Switchboard(Middleware):
     ) -> None:
         if message.message_id in self.fails_afterwards:
             message.fail()
+
+    def after_nack(self, broker: Any, message: Any) -> None:
+        time.sleep(self.dawdles_s.get(message.message_id, 0))
 
 
 class Fragile(Guard):
@@ -433,6 +439,24 @@ def test_parked_on_arrival(impatient: Bench):
         assert bench.wait_for(message_id, *NACK) == NACK
     assert bench.ran == []
     wait_until(lambda: isinstance(bench.result_of(other), ResultFailure), PATIENCE_S)
+
+
+def test_what_dies_before_it_reaches_a_thread_dies_once(impatient: Bench, monkeypatch: pytest.MonkeyPatch):
+    """Hurts who counts dead letters: with a slow result backend, or RabbitMQ short of memory, one message left several."""
+    bench = impatient
+    # Given an actor that nobody knows any more, a hook that is slow, and a worker that gives back what waits too long
+    message = bench.message("nobody", "march")
+    bench.switchboard.dawdles_s[message.message_id] = 1
+    monkeypatch.setattr(waiting, "LOOK_S", 0.02)
+
+    # When Dramatiq rejects the message by itself, without a worker thread
+    bench.broker.enqueue(message)
+    hooks = bench.wait_for(message.message_id, *NACK)
+    bench.wait_settled()
+
+    # Then it has come to its end once
+    assert (hooks, bench.log.hooks[message.message_id]) == (NACK, NACK)
+    assert len(queues.look(bench.url, f"{QUEUE}.dlq")) == 1
 
 
 # --- follow-ups ---------------------------------------------------------------------------------
