@@ -22,6 +22,9 @@ LOOK_S = 0.5
 #: would go back and forth.
 MOST_DOUBLINGS = 7
 
+#: How many messages are remembered as returned: classic queues do not count how often they have delivered one.
+MOST_REMEMBERED = 1000
+
 
 class Waiting:
     """Looks after the buffered deliveries of one channel, for as long as it is open."""
@@ -33,6 +36,8 @@ class Waiting:
         self._queue_name = queue_name
         #: At how many looks in a row a delivery was seen waiting, by its tag.
         self._looks: dict[int, int] = {}
+        #: How often a message was returned, by its id; the one that was returned last comes last.
+        self._returns: dict[Any, int] = {}
         io.call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
@@ -48,11 +53,17 @@ class Waiting:
         self._io.call_later(LOOK_S, self._look)
 
     def _is_overdue(self, delivery: Delivery) -> bool:
-        return self._looks.get(delivery.tag, 0) > 1 << min(delivery.delivery_count, MOST_DOUBLINGS)
+        returns = max(delivery.delivery_count, self._returns.get(delivery.known_id, 0))
+        return self._looks.get(delivery.tag, 0) > 1 << min(returns, MOST_DOUBLINGS)
 
     def _return_overdue(self, answer: Any) -> None:
         channel = self._channel
         if answer.method.message_count or channel.gone or channel.retiring:
             return
         overdue = [one for one in channel.deliveries.values() if self._is_overdue(one)]
-        channel.give_back(one for one in overdue if one.leave_buffer(RETURNED))
+        returned = [one for one in overdue if one.leave_buffer(RETURNED)]
+        for one in returned:
+            self._returns[one.known_id] = self._returns.pop(one.known_id, 0) + 1
+        while len(self._returns) > MOST_REMEMBERED:
+            del self._returns[next(iter(self._returns))]
+        channel.give_back(returned)

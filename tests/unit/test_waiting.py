@@ -14,6 +14,7 @@ import pika
 import pytest
 
 from dramatiq_safeops.delivery import STARTED, Delivery
+from dramatiq_safeops.rabbitmq import waiting
 from dramatiq_safeops.rabbitmq.waiting import MOST_DOUBLINGS, Waiting
 
 
@@ -46,17 +47,21 @@ class Bench:
         self.asked = 0
         self.backlog = backlog
         self.amqp = Mock(is_open=True, queue_declare=self.declare)
-        Waiting(self.clock, self.amqp, self.channel, "reports")
+        self.waiting = Waiting(self.clock, self.amqp, self.channel, "reports")
 
     def declare(self, queue: str, *, passive: bool, callback: Callable[[Any], None]) -> None:
         assert (queue, passive) == ("reports", True)
         self.asked += 1
         callback(SimpleNamespace(method=SimpleNamespace(message_count=self.backlog)))
 
-    def deliver(self, tag: int, *, returns: int = 0) -> Delivery:
-        properties = pika.BasicProperties(headers={"x-delivery-count": returns} if returns else None)
+    def deliver(
+        self, tag: int, *, returns: int = 0, message_id: str = "m", redelivered: bool = False
+    ) -> Delivery:
+        headers = {"x-delivery-count": returns} if returns else None
+        properties = pika.BasicProperties(headers=headers, message_id=message_id)
+        redelivered = redelivered or returns > 0
         delivery = Delivery(
-            self.channel, tag, queue="reports", body=b"", properties=properties, redelivered=returns > 0
+            self.channel, tag, queue="reports", body=b"", properties=properties, redelivered=redelivered
         )
         self.channel.deliveries[tag] = delivery
         return delivery
@@ -105,6 +110,29 @@ def test_a_message_that_was_returned_before_waits_longer_each_time(returns: int,
     bench.deliver(1, returns=returns)
 
     assert bench.ticks_until_returned(1) == ticks
+
+
+def test_a_classic_queue_does_not_count_and_its_messages_wait_longer_each_time_all_the_same() -> None:
+    """Behind an hour's body a message went back and forth every 1.5 s, and each copy stayed in the worker's memory."""
+    bench = Bench()
+    ticks = []
+    for tag in range(1, 8):
+        bench.deliver(tag, message_id="a", redelivered=tag > 1)
+        ticks.append(bench.ticks_until_returned(tag))
+        del bench.channel.deliveries[tag]
+
+    assert ticks == [2, 3, 5, 9, 17, 33, 65]
+
+
+def test_only_so_many_messages_are_remembered_as_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MOST_REMEMBERED", 3)
+    bench = Bench()
+    for tag in range(1, 10):
+        bench.deliver(tag, message_id=f"message {tag}")
+        bench.ticks_until_returned(tag)
+        del bench.channel.deliveries[tag]
+
+    assert list(bench.waiting._returns) == ["message 7", "message 8", "message 9"]
 
 
 def test_it_looks_no_more_when_the_channel_is_gone() -> None:
