@@ -95,7 +95,11 @@ class StubBroker(SafeBroker, dramatiq.brokers.stub.StubBroker):
 
     def declare_queue(self, queue_name: str) -> None:
         """Declare a queue, as Dramatiq's ``StubBroker`` does."""
-        super().declare_queue(q_name(queue_name))
+        name = q_name(queue_name)
+        self.dead_letters_by_queue[
+            name
+        ]  # made now: tests read the dictionary while worker threads add to its lists
+        super().declare_queue(name)
 
     def consume(self, queue_name: str, prefetch: int = 1, timeout: int = 100) -> Consumer:
         """Return a consumer of ``queue_name``; that of a delay queue moves what has come due.
@@ -150,15 +154,13 @@ class StubBroker(SafeBroker, dramatiq.brokers.stub.StubBroker):
                 self.route(publication)
 
     def move_due(self, delay_queue: str, *, wait_s: float) -> None:
-        """Move what has come due to its queue, after waiting for news for ``wait_s`` at most."""
-        with self._waiting_lock:
+        """Wait for ``wait_s``, then move what has come due to its queue."""
+        time.sleep(wait_s)
+        with self._waiting_lock:  # taken before a message is, so that flush() finds it here or there
             waiting = self._waiting[delay_queue]
-        arrived = []
-        with suppress(queue.Empty):
-            arrived.append(self.queues[delay_queue].get(timeout=wait_s))
-        with self._waiting_lock:
-            for one in arrived:
-                heapq.heappush(waiting, one)
+            with suppress(queue.Empty):
+                while True:
+                    heapq.heappush(waiting, self.queues[delay_queue].get_nowait())
             while waiting and waiting[0][0] <= time.monotonic():
                 publication = heapq.heappop(waiting)[2]
                 self.queues[publication.routing_key].put(publication)
@@ -171,6 +173,12 @@ class StubBroker(SafeBroker, dramatiq.brokers.stub.StubBroker):
             for _ in range(len(self._waiting[queue_name])):
                 self.queues[queue_name].task_done()
             self._waiting[queue_name].clear()
+
+    def flush_all(self) -> None:
+        """Drop all messages from all queues, as Dramatiq does."""
+        for name in list(self.delay_queues):  # first, or what comes due meanwhile would be left
+            self.flush(name)
+        super().flush_all()
 
 
 class StubDelivery(Delivery):

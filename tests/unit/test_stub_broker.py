@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -237,3 +238,67 @@ def test_a_wrong_stack_is_refused_at_boot() -> None:
 
     with pytest.raises(ConfigError, match="Retries"):
         dramatiq.Worker(broker).start()
+
+
+def test_a_flush_drops_also_what_a_worker_is_just_taking_from_the_delay_queue(broker: StubBroker) -> None:
+    """Hurts the next test: it finds a message of the one before."""
+    # Given a delayed message that a worker has just got hold of
+    charge = actor(broker, lambda _: None)
+    charge.send_with_options(args=(7,), delay=60_000)
+    delayed = broker.queues["payments.DQ"]
+    get, threads = delayed.get, []
+
+    def get_and_dawdle(*args: Any, **kwargs: Any) -> Any:
+        item = get(*args, **kwargs)
+        # When the test flushes in this very moment
+        threads.append(threading.Thread(target=broker.flush_all))
+        threads[0].start()
+        threads[0].join(timeout=0.5)
+        return item
+
+    delayed.get = get_and_dawdle  # type: ignore[method-assign]
+    broker.move_due("payments.DQ", wait_s=0.01)
+    threads[0].join(timeout=5)
+
+    # Then it is gone
+    assert broker._waiting["payments.DQ"] == []
+    assert delayed.unfinished_tasks == 0
+
+
+def test_a_flush_drops_also_what_comes_due_meanwhile(
+    broker: StubBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hurts the next test: it finds a message of the one before."""
+    # Given a delayed message
+    charge = actor(broker, lambda _: None)
+    charge.send_with_options(args=(7,), delay=1)
+    flush = broker.flush
+
+    def flush_and_dawdle(queue_name: str) -> None:
+        flush(queue_name)
+        # When it comes due while one queue after the other is flushed
+        wait_until_due = time.monotonic() + 0.3
+        while time.monotonic() < wait_until_due:
+            broker.move_due("payments.DQ", wait_s=0.01)
+
+    monkeypatch.setattr(broker, "flush", flush_and_dawdle)
+    broker.flush_all()
+
+    # Then it is gone
+    assert [one.qsize() for one in broker.queues.values()] == [0, 0]
+
+
+def test_dead_letters_may_be_looked_at_while_the_first_one_of_a_queue_arrives(broker: StubBroker) -> None:
+    """Hurts tests that wait for one: a dictionary that grows while it is read raises."""
+    # Given somebody who looks
+    for name in ("refunds", "payments"):
+        broker.declare_queue(name)
+    broker.dead_letters_by_queue["refunds"].clear()
+    looks = iter(broker.dead_letters_by_queue.values())
+    next(looks)
+
+    # When the first one of another queue comes
+    broker.dead_letters_by_queue["payments"].clear()
+
+    # Then the look goes on
+    assert list(looks) == [[]]
