@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Tells a hook that is made safe from one that is not yet.
+_MARK = "__safeops_never_passed__"
+
 
 class Guard(Middleware):
     """A middleware that must not be passed by accident.
@@ -34,8 +37,8 @@ class Guard(Middleware):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        hook = cls.__dict__.get("before_process_message")
-        if hook is not None:
+        hook = cls.before_process_message  # also that of a mixin, or of a middleware named after Guard
+        if hook is not Middleware.before_process_message and not hasattr(hook, _MARK):
             cls.before_process_message = _never_passed(hook)  # type: ignore[method-assign]
 
     def check_actor(self, actor: Actor[..., Any]) -> None:
@@ -102,4 +105,5 @@ def _never_passed(hook: Callable[..., None]) -> Callable[..., None]:
             foreign.carry_out(broker, message, decision)
             raise SkipMessage(detail) from error
 
+    setattr(guarded, _MARK, True)
     return guarded

@@ -10,6 +10,7 @@ from typing import Any
 import dramatiq
 import pytest
 from dramatiq.brokers.rabbitmq import RabbitmqBroker as StockBroker
+from dramatiq.middleware import Middleware
 from dramatiq.results import Results
 from dramatiq.results.backends import StubBackend
 from dramatiq.results.errors import ResultMissing
@@ -136,6 +137,51 @@ def test_a_guard_that_breaks_keeps_the_actor_from_running_until_it_is_well_again
 
     wait_until(lambda: ran == [0], timeout=20, what=f"{message} to run after its park")
     assert rejected(broker) == 0
+
+
+class AsksTheDatabase:
+    """A hook that a guard shares with something else. It breaks the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def before_process_message(self, broker: Any, message: Any) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            raise ConnectionError("the database is away")
+
+
+class FromAMixin(AsksTheDatabase, Guard):
+    pass
+
+
+class SomebodysMiddleware(AsksTheDatabase, Middleware):
+    pass
+
+
+class FromAMiddleware(Guard, SomebodysMiddleware):
+    pass
+
+
+@pytest.mark.parametrize("kind", [FromAMixin, FromAMiddleware])
+def test_a_guard_with_an_inherited_hook_keeps_the_actor_from_running_too(
+    kind: type[FromAMixin | FromAMiddleware], start: Start
+) -> None:
+    """Hurts who makes a guard of a middleware by naming both: when it broke, the actor ran."""
+    ran_after: list[int] = []
+    guard = kind()
+
+    def declare(broker: StockBroker) -> None:
+        @dramatiq.actor(broker=broker, actor_name="charge", time_limit=5_000)
+        def charge() -> None:
+            ran_after.append(guard.asked)
+
+    broker = start([DeadLetters(), Retries(), guard, TimeLimit()], declare)
+
+    broker.get_actor("charge").send()
+
+    wait_until(lambda: ran_after, timeout=20, what="the actor to run after its park")
+    assert ran_after == [2]
 
 
 def test_a_message_that_is_too_old_is_rejected_and_leaves_no_result(start: Start) -> None:
