@@ -149,7 +149,9 @@ def _watch(
             ended = f"the worker ended by itself with exit code {worker.exit_code}"
             return f"{ended}:\n{worker.last_lines()}", disturbed
         if time.monotonic() > deadline:
-            return f"{len(open_messages)} messages had not ended after {settings.timeout_s:g} s", disturbed
+            names = ", ".join(judge(one, settings.out, letters).label for one in open_messages.values())
+            trouble = f"{len(open_messages)} messages had not ended after {settings.timeout_s:g} s: {names}"
+            return trouble, disturbed
         time.sleep(LOOK_EVERY_S)
 
 

@@ -368,8 +368,9 @@ def test_a_guard_that_breaks_keeps_the_actor_from_running_until_it_is_well(
 
 
 def test_stock_runs_the_actor_although_a_guard_breaks(amqp_url: str, tmp_path: Path) -> None:
-    """The twin: the failure is logged, and the actor runs unguarded."""
-    app = App(tmp_path, BROKEN_GUARD, amqp_url, broker="stock")
+    """The twin, with a middleware as people write them: the failure is logged, and the actor runs unguarded."""
+    source = BROKEN_GUARD.replace("(Guard)", "(dramatiq.Middleware)")
+    app = App(tmp_path, source, amqp_url, broker="stock")
     with app.worker():
         app.send("work.send(1)")
 

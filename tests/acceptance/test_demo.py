@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -213,8 +214,8 @@ def test_a_demo_that_runs_out_of_time_names_what_has_not_ended(amqp_url: str, tm
     finished = run_demo(amqp_url, tmp_path, "--months", "1", "--timeout", "0.1")
 
     assert finished.returncode == 1
-    assert "WRONG: actor nobody has: expected dead letter: unknown_actor, is unfinished" in finished.stdout
-    assert "messages had not ended after 0.1 s" in finished.stdout
+    # Those that have ended since then, while the worker was stopped, had not ended in time all the same.
+    assert re.search(r"WRONG: \d messages had not ended after 0.1 s: .*actor nobody has", finished.stdout)
 
 
 def test_without_a_terminal_the_demo_writes_plain_lines_that_lead_to_the_dead_letters(

@@ -5,6 +5,7 @@ And when it is over, or after any outage, the retries of what failed together do
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
@@ -133,27 +134,28 @@ def test_a_thousand_messages_that_failed_together_come_back_spread_out(tmp_path:
     producer.send_many([message("failing", f"order-{number}") for number in range(count)])
     producer.close()
 
-    with app.worker(threads=8):
+    with app.worker(threads=8) as worker:
         wait_until(
             lambda: queues.depth(amqp_url, f"{QUEUE}.dlq") == count, PATIENCE_S, "both attempts of each"
         )
+        delays = sorted(int(ms) / 1000 for ms in re.findall(r"Retrying message '.*?' in (\d+) ", worker.text))
 
     times: dict[str, list[float]] = {}
     for one in app.notes("ran"):
         times.setdefault(one["key"], []).append(one["at"])
     assert Counter(len(both) for both in times.values()) == {2: count}
     waits = sorted(second - first for first, second in times.values())
+    assert len(delays) == count
     shares = [
-        sum(step * step_s <= wait < (step + 1) * step_s for wait in waits) / count
+        sum(step * step_s <= delay < (step + 1) * step_s for delay in delays) / count
         for step in range(int(cap_s / step_s))
     ]
     sys.stdout.write(
-        f"waits of {count} retries below a cap of {cap_s:g} s: {waits[0]:.2f} to {waits[-1]:.2f} s,"
-        f" mean {sum(waits) / count:.2f} s; per {step_s:g} s: {', '.join(f'{share:.0%}' for share in shares)}\n"
+        f"{count} retries below a cap of {cap_s:g} s: delays {delays[0]:.2f} to {delays[-1]:.2f} s, per"
+        f" {step_s:g} s: {', '.join(f'{share:.0%}' for share in shares)}; waits {waits[0]:.2f} to {waits[-1]:.2f} s\n"
     )
-    # Evenly from the smallest step of the ladder up to the cap. A wave would be all in one or two of these.
-    assert waits[0] < 0.25 * cap_s
-    assert waits[-1] > 0.75 * cap_s
-    assert max(shares) < 3 / len(shares)
-    assert sum(share > 0.2 / len(shares) for share in shares) >= 0.75 * len(shares)
-    assert 0.35 * cap_s < sum(waits) / count < 0.85 * cap_s
+    # Evenly from nothing up to the cap. A wave would be all in one or two of these.
+    assert max(shares) < 2 / len(shares)
+    assert min(shares) > 0.3 / len(shares)
+    # And none came back sooner, as far as a retry may be early (a busy machine adds what it likes to a wait).
+    assert all(wait > delay - 0.3 for wait, delay in zip(waits, delays, strict=True))
