@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # More arguments for pytest: make test ARGS="-k outcome -x"
 ARGS ?=
+# Most tests wait for something most of the time, so several files run at once, each with servers of its own.
+IN_PARALLEL := -n 3 --dist loadfile
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -29,7 +31,7 @@ demo: .env-run ## run the main job: monthly flight reports on a real RabbitMQ, w
 .PHONY: test
 test: .env-dev .servers ## all tests in their short form, on private servers (up to 12 minutes on two cores)
 	@echo "test: unit, typing, contract, integration and acceptance tests, without those marked long"
-	$(IN_VENV) -m pytest -m "not long" $(ARGS)
+	$(IN_VENV) -m pytest -m "not long" $(IN_PARALLEL) $(ARGS)
 
 .PHONY: test-long
 test-long: .env-dev .servers ## the tests that take minutes: long fault runs, big bursts (up to 35 minutes)
@@ -47,7 +49,7 @@ test-rabbitmq: .env-dev ## the tests that need RabbitMQ, on another version of i
 	export SAFEOPS_RABBITMQ="$(RABBITMQ)"
 	$(install_servers)
 	echo "test-rabbitmq: integration and acceptance tests on RabbitMQ $(RABBITMQ), without those marked long"
-	$(IN_VENV) -m pytest -m "not long" tests/integration tests/acceptance $(ARGS)
+	$(IN_VENV) -m pytest -m "not long" $(IN_PARALLEL) tests/integration tests/acceptance $(ARGS)
 
 .PHONY: bench
 bench: .env-dev .servers ## speed against stock Dramatiq, both in one run
