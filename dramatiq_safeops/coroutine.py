@@ -9,7 +9,8 @@ The thread waits however long that takes. What the coroutine ends with is what c
 * ``CancelledError`` after an interrupt: what interrupted it is raised in its stead;
 * any other exception: that one.
 
-One that was interrupted before its first step does not begin, also where the loop is blocked.
+One that was interrupted before its first step does not begin, also where the loop is blocked. One that has failed has
+ended only when the threads have, too, to which it gave work by ``asyncio.to_thread``, see ``executor``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dramatiq.middleware import Shutdown
 
+from .executor import ThreadWork
 from .watch import Place, Watch, line_of
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class RunningCoroutine:
         self._wake_up.acquire()
         self._reason: BaseException | type[BaseException] | None = None
         self._error: BaseException | None = None
+        self._thread_work = ThreadWork()
         self._ended = False
         #: The cancellation was thrown into the coroutine, or came before its first step.
         self._cancelled = False
@@ -139,19 +142,26 @@ class RunningCoroutine:
         """The loop has stopped for good in the midst of the coroutine: that is its end."""
         if not self._ended:
             self._ended = self._cancelled = True
-            self._end()
+            self._thread_work.end(self._end)
 
     def place(self) -> Place | None:
         """Say where the coroutine is, or who keeps it from going on."""
         task = self.task
         if self.over or task is None:
             return None
+        if self._ended:
+            thread = self._thread_work.frame()
+            return Place(
+                "a thread of asyncio.to_thread()" if thread is None else line_of(thread),
+                "Its coroutine has ended, and what it gave to a thread (asyncio.to_thread() or run_in_executor()) has not;"
+                " no thread can be cancelled, so what runs there needs a timeout of its own.",
+            )
         blocking = self._event_loop.blocked_at()
         if blocking is not None:
             return Place(
                 line_of(blocking),
                 "That line blocks the event loop, so no coroutine of this process gets on, whichever of them it belongs"
-                " to; what blocks must be awaited, if need be by asyncio.to_thread().",
+                " to; what blocks must be awaited, if need be by asyncio.to_thread(), with a timeout of its own.",
             )
         frame = _innermost(task.get_coro())
         if frame is None:
@@ -188,6 +198,7 @@ class RunningCoroutine:
         self.task.add_done_callback(self._task_done)
 
     async def _run(self) -> None:
+        self._thread_work.begin()
         # Not by way of the task: it would let SystemExit through to the loop, which ends it.
         try:
             self.value = await self._coro
@@ -195,7 +206,10 @@ class RunningCoroutine:
         except BaseException as error:
             self._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         self._ended = True
-        self._end()
+        if self.returned:
+            self._end()
+        else:
+            self._thread_work.end(self._end)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not self._ended:  # it was cancelled before its first step

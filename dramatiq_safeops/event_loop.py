@@ -7,12 +7,14 @@ beside the coroutine that still runs. What becomes of one coroutine stands in ``
 
 Emits:
     event ``event_loop.broken`` (ERROR), when something has thrown the loop out of its turn; it goes on.
-    event ``event_loop.left`` (WARNING), when the loop could not be stopped, because a coroutine blocks it or does not end.
+    event ``event_loop.left`` (WARNING), when something of it is left at the end: a coroutine that blocks the loop or does
+    not end, or a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import sys
@@ -28,6 +30,7 @@ from dramatiq.asyncio import get_event_loop_thread, set_event_loop_thread
 from dramatiq.middleware import Shutdown
 
 from .coroutine import RunningCoroutine
+from .executor import Executor
 from .interrupter import INTERRUPTER
 from .watch import line_of
 
@@ -38,7 +41,7 @@ R = TypeVar("R")
 #: How long the loop may take for one turn before it is taken for blocked.
 TURN_S = 0.2
 
-#: How long coroutines that are still there when the last worker stops may take to end.
+#: How long coroutines that are still there when the last worker stops may take to end, and then their threads.
 STOP_PATIENCE_S = 2.0
 
 
@@ -50,6 +53,7 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
         threading.Thread.__init__(self, name="safeops-event-loop", daemon=True)
         self.logger = logger
         self._lock = threading.Lock()
+        self._executor = Executor()
         self._running: set[RunningCoroutine] = set()
         self._stopping = False
         self._real: asyncio.AbstractEventLoop | None = None
@@ -78,6 +82,7 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
             if self._stopping:
                 raise RuntimeError("Event loop is not running.")
             real = asyncio.new_event_loop()
+            real.set_default_executor(self._executor)
             turns = threading.Event()
             real.call_soon(turns.set)
             self._real = real
@@ -157,7 +162,8 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
         """Interrupt what still runs, cancel what actors have left behind, and stop. Takes a few seconds at most.
 
         A coroutine that does not end is never continued, so that its message can be returned. One that blocks the loop
-        cannot be stopped: its message stays un-acked, and its thread does not keep the process alive.
+        cannot be stopped, nor can a thread that does its work: its message stays un-acked, and the thread does not keep
+        the process alive.
         """
         with self._lock:
             self._stopping = True
@@ -176,14 +182,23 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
         if not self.is_alive():
             for running in list(self._running):
                 running.abandon()
+        concurrent.futures.wait(self._executor.unfinished(), STOP_PATIENCE_S)
+        left = []
         if not real.is_closed():
             frame = self.blocked_at()
-            logger.warning(
-                "The event loop is left behind: %s.",
+            left.append(
                 "coroutines that were cancelled do not end"
                 if frame is None
-                else f"blocked at {line_of(frame)}",
-                extra={"event": "event_loop.left"},
+                else f"blocked at {line_of(frame)}"
+            )
+        left += [
+            f"a thread is at {line_of(frame)}"
+            for call in self._executor.unfinished()
+            if (frame := call.frame())
+        ]
+        if left:
+            logger.warning(
+                "The event loop is left behind: %s.", "; ".join(left), extra={"event": "event_loop.left"}
             )
 
     def _start_winding_up(self) -> None:

@@ -24,7 +24,8 @@ class AsyncIO(Guard, dramatiq.middleware.AsyncIO):
 
     Dramatiq's own gives up on an interrupted coroutine after a second, and the message is tried again beside it; a
     coroutine that blocks the loop keeps the process from ending. With this one a message waits for its coroutine, however
-    long that takes, and the process ends all the same. See ``dramatiq_safeops.event_loop``.
+    long that takes, and one that fails for its threads (``asyncio.to_thread``), too; the process ends all the same. See
+    ``dramatiq_safeops.event_loop``.
 
     Several brokers in one process share the loop; the last of their workers stops it. It starts with the first coroutine,
     so an app without async actors pays nothing.

@@ -212,6 +212,96 @@ def test_stock_does_not_end_while_a_coroutine_blocks_the_loop(amqp_url: str, tmp
             worker.terminate(20)
 
 
+# -- threads that work for a coroutine
+
+ASKS_A_THREAD = """
+    def work(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            note("alive")
+            time.sleep(0.05)
+        note("ended")
+
+    @dramatiq.actor(time_limit=500, max_retries=1, min_backoff=10, max_backoff=10)
+    async def job(seconds):
+        note("begun")
+        await asyncio.to_thread(work, 0 if os.path.exists("behave") else seconds)
+        note("done")
+"""
+
+
+def test_the_next_attempt_begins_after_the_thread_of_the_last_has_ended(
+    amqp_url: str, tmp_path: Path
+) -> None:
+    """``asyncio.to_thread`` is how async actors call everything that blocks, and no thread can be cancelled."""
+    app = app_of(tmp_path, ASKS_A_THREAD, amqp_url)
+    with app.worker():
+        publish(amqp_url, "default", body_of("job", 4))
+        wait_until(lambda: len(app.notes("ended")) == 2, 60, "both attempts")
+
+    assert [what for what in whats(app) if what != "alive"] == ["begun", "ended", "begun", "ended"]
+
+
+def test_stock_begins_the_next_attempt_beside_the_thread_of_the_last(amqp_url: str, tmp_path: Path) -> None:
+    """The twin: the coroutine is cancelled, and nobody asks what it waited for."""
+    app = app_of(tmp_path, ASKS_A_THREAD, amqp_url, broker="stock")
+    app.send("broker.declare_queue('default', ensure=True)")
+    with app.worker():
+        publish(amqp_url, "default", body_of("job", 4))
+        wait_until(lambda: app.notes("ended"), 60, "the first attempt to end")
+
+    assert [what for what in whats(app) if what != "alive"][:3] == ["begun", "begun", "ended"]
+
+
+def test_a_thread_that_does_not_end_is_reported_holds_its_message_and_does_not_keep_its_worker_alive(
+    amqp_url: str, tmp_path: Path
+) -> None:
+    """Python waits for the threads of its executor at the end of a process, and a deploy hangs for as long."""
+    app = app_of(tmp_path, ASKS_A_THREAD, amqp_url)
+    # Given a thread that works on past the limit of its actor
+    with app.worker(arguments=SHORT_WINDOW) as first:
+        publish(amqp_url, "default", body_of("job", 60))
+        wait_until(lambda: app.notes("begun"), what="the actor")
+        first.wait_for_log("still runs", 60)
+        (app.folder / "behave").touch()
+        # And another worker that is free
+        with app.worker() as second:
+            assert len(app.notes("begun")) == 1
+            # When its worker is told to end
+            started = time.monotonic()
+            code = first.terminate(40)
+            took = time.monotonic() - started
+            # Then it ends, and the message runs on the other
+            wait_until(lambda: app.notes("done"), 60, "the message to run elsewhere")
+            assert second.terminate() == 0
+    begun, again = app.notes("begun")
+    last_alive = max(one["at"] for one in app.notes("alive") if one["pid"] == begun["pid"])
+    print(  # noqa: T201
+        f"ended with {code} after {took:.1f} s, began again {(again['at'] - last_alive) * 1000:.0f} ms after its last"
+        " sign of life"
+    )
+    assert again["pid"] == app.notes("done")[0]["pid"] != begun["pid"]
+    assert took < 30
+    report = next(line for line in first.text.splitlines() if "still runs" in line)
+    assert "app.py" in report
+    assert " work. " in report
+    # No thread can be stopped: it goes on while the process ends.
+    assert again["at"] > last_alive - 1.0
+    assert depth(amqp_url, "default") == 0
+    assert depth(amqp_url, "default.dlq") == 0
+
+
+def test_stock_does_not_end_while_a_thread_of_its_executor_works(amqp_url: str, tmp_path: Path) -> None:
+    """The twin: the same window of a second."""
+    app = app_of(tmp_path, ASKS_A_THREAD, amqp_url, broker="stock")
+    app.send("broker.declare_queue('default', ensure=True)")
+    with app.worker(arguments=SHORT_WINDOW) as worker:
+        publish(amqp_url, "default", body_of("job", 60))
+        wait_until(lambda: app.notes("begun"), what="the actor")
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.terminate(20)
+
+
 # -- the shutdown
 
 

@@ -23,7 +23,8 @@ import pytest
 from dramatiq.asyncio import async_to_sync, get_event_loop_thread, set_event_loop_thread
 from dramatiq.middleware import Shutdown, TimeLimitExceeded
 
-from dramatiq_safeops import body, event_loop, interrupter
+from dramatiq_safeops import body, event_loop, executor, interrupter
+from dramatiq_safeops.coroutine import LOOK_EVERY_S
 from dramatiq_safeops.event_loop import EventLoop
 from dramatiq_safeops.interrupter import INTERRUPTER
 
@@ -923,6 +924,177 @@ def test_what_throws_the_loop_out_of_its_turn_hurts_nobody_else(loop, caplog):
     assert isinstance(loop.left.exception(), SystemExit)
 
 
+# --- work that a coroutine gives to threads -----------------------------------------------------------------
+
+
+class ThreadCall:
+    """What an actor calls by ``asyncio.to_thread``: it goes on until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self.let_go = False
+
+    def works(self) -> str:
+        self.begun.set()
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and not self.let_go:  # no Event: this must be the innermost frame
+            time.sleep(0.001)
+        self.ended.set()
+        return "worked"
+
+
+async def to_thread(call: Callable[[], object]) -> object:
+    return await asyncio.to_thread(call)
+
+
+async def in_executor(call: Callable[[], object]) -> object:
+    return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def by_a_task(call: Callable[[], object]) -> object:
+    return (await asyncio.gather(asyncio.to_thread(call)))[0]
+
+
+async def within_a_timeout(call: Callable[[], object]) -> object:
+    return await asyncio.wait_for(asyncio.to_thread(call), PATIENCE_S)
+
+
+@pytest.mark.parametrize("waits", [to_thread, in_executor, by_a_task, within_a_timeout])
+def test_an_interrupted_coroutine_is_over_when_the_thread_that_works_for_it_is(waits):
+    """No thread can be cancelled, and its message would be tried again beside it."""
+    call = ThreadCall()
+    job = Job(lambda: deliver(actor_of(waits), call.works))
+    assert call.begun.wait(PATIENCE_S)
+    # When it is interrupted, it is reported with the place of the thread
+    interrupt()
+    wait_for(lambda: stuck_soon()[0].where.endswith(" works"))
+    (stuck,) = stuck_soon()
+    assert "no thread can be cancelled" in stuck.why
+    # And over only when the thread is done
+    job.join(2 * LOOK_EVERY_S)
+    assert job.is_alive()
+    call.let_go = True
+    assert job.outcome() is TimeLimitExceeded
+    assert call.ended.is_set()
+
+
+def test_a_coroutine_that_gives_up_on_its_thread_has_failed_when_that_is_done():
+    """``wait_for`` is how everybody gives a thread a timeout; the retry must not run beside it either."""
+    call = ThreadCall()
+    given_up = threading.Event()
+
+    async def gives_up() -> None:
+        try:
+            await asyncio.wait_for(asyncio.to_thread(call.works), 0.05)
+        finally:
+            given_up.set()
+
+    job = Job(lambda: deliver(actor_of(gives_up)))
+    assert given_up.wait(PATIENCE_S)
+    job.join(2 * LOOK_EVERY_S)
+    assert job.is_alive()
+    call.let_go = True
+
+    assert issubclass(job.outcome(), (TimeoutError, asyncio.TimeoutError))
+    assert call.ended.is_set()
+
+
+def test_a_coroutine_that_returns_does_not_wait_for_what_it_left_to_a_thread(loop):
+    """It is done and is not tried again. What it left has a moment to end when the last worker stops."""
+    call = ThreadCall()
+
+    async def leaves_it() -> str:
+        loop.left = asyncio.get_running_loop().run_in_executor(None, call.works)
+        return "returned"
+
+    assert deliver(actor_of(leaves_it)) == "returned"
+    assert call.begun.wait(PATIENCE_S)
+    stopping = Job(loop.stop)
+    loop.join(PATIENCE_S)
+    call.let_go = True
+
+    assert stopping.outcome() is None
+    assert call.ended.is_set()
+
+
+def test_a_call_that_waits_for_a_thread_never_begins_once_its_coroutine_is_cancelled(monkeypatch):
+    """All threads may be taken by others, who have nothing to do with it."""
+    monkeypatch.setattr(executor, "MAX_THREADS", 1)
+    call, begun = ThreadCall(), []
+    other = Job(lambda: actor_of(to_thread)(call.works))
+    assert call.begun.wait(PATIENCE_S)
+
+    with pytest.raises(TimeLimitExceeded):
+        deliver(actor_of(to_thread), lambda: begun.append(1), limit_ms=50)
+
+    assert other.is_alive()
+    call.let_go = True
+    assert other.outcome() == "worked"
+    assert actor_of(to_thread)(lambda: "next") == "next"
+    assert begun == []
+
+
+def test_threads_are_used_again_and_see_the_context_and_what_they_raise_is_freed():
+    """As with Python's own executor."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    threads = set()
+
+    class Big(Exception):
+        pass
+
+    def reads() -> str:
+        threads.add(threading.current_thread())
+        return variable.get()
+
+    async def calls() -> list[str]:
+        return [await asyncio.to_thread(reads) for _ in range(20)]
+
+    def raises() -> None:
+        raise Big
+
+    variable.set("of the worker")
+    assert deliver(actor_of(calls)) == ["of the worker"] * 20
+    assert [thread.daemon for thread in threads] == [True]
+    gc.disable()
+    try:
+        try:
+            deliver(actor_of(to_thread), raises)
+        except Big as error:
+            reference = weakref.ref(error)
+        assert deliver(actor_of(to_thread), lambda: "the thread goes on") == "the thread goes on"
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("tiny_switch_interval", "no_garbage")
+def test_every_race_of_a_thread_and_an_interrupt_ends_with_no_thread_at_work():
+    """Thousands of interrupts while a call waits, begins and ends. Whatever has begun has ended."""
+    begun, ended, beside = [0], [0], []
+
+    def works() -> str:
+        begun[0] += 1
+        for _ in range(100):
+            pass
+        ended[0] += 1
+        return "worked"
+
+    actor = actor_of(to_thread)
+
+    def delivery() -> object:
+        try:
+            return actor(works)
+        finally:
+            if begun != ended:
+                beside.append((*begun, *ended))
+
+    outcomes = race(delivery, wanted={"interrupted": 200, "worked": 200})
+
+    print(dict(outcomes), begun)  # noqa: T201
+    assert beside == []
+    assert outcomes.keys() <= {"interrupted", "worked"}
+
+
 # --- the end --------------------------------------------------------------------------------------------------
 
 
@@ -1027,6 +1199,38 @@ def test_a_blocked_loop_does_not_hang_the_end(loop, caplog):
     job.outcome()
     loop.join(PATIENCE_S)
     assert not loop.is_alive()
+
+
+@pytest.mark.usefixtures("short_patience")
+@pytest.mark.parametrize("swallows", [False, True], ids=["cancelled", "goes on"])
+def test_a_thread_that_does_not_end_does_not_hang_the_end_and_its_coroutine_is_not_over(
+    loop, caplog, swallows
+):
+    """Its message must not be returned while the thread runs; the end of the process lets RabbitMQ have it."""
+    call = ThreadCall()
+
+    async def waits() -> None:
+        while True:
+            try:
+                await asyncio.to_thread(call.works)
+            except asyncio.CancelledError:
+                if not swallows:
+                    raise
+                await asyncio.sleep(PATIENCE_S)
+
+    job = Job(lambda: deliver(actor_of(waits)))
+    assert call.begun.wait(PATIENCE_S)
+    start = time.monotonic()
+    loop.stop()
+
+    assert time.monotonic() - start < 3
+    assert job.is_alive()
+    (record,) = [r for r in caplog.records if getattr(r, "event", None) == "event_loop.left"]
+    assert "a thread is at" in record.getMessage()
+    assert record.getMessage().endswith(" works.")
+    call.let_go = True
+    assert job.outcome() is Shutdown
+    assert call.ended.is_set()
 
 
 def test_the_loop_lives_as_long_as_somebody_needs_it(loop):
