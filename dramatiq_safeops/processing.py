@@ -147,7 +147,7 @@ class Processing:
             here.kind, here.not_collected = type(middleware).__name__, None
             try:
                 hook(self._broker, delivery, **kwargs)
-            except Exception as error:
+            except BaseException as error:  # of SystemExit Dramatiq would say that the actor has failed
                 logger.critical("Unexpected failure in %s of %r.", signal, middleware, exc_info=True)
                 if isinstance(middleware, _FOLLOW_UP_MIDDLEWARE):
                     delivery.follow_up_error = error
@@ -174,7 +174,7 @@ class Processing:
                 if isinstance(middleware, Results) and not delivery.ran and _has_result(middleware, delivery):
                     continue
                 hook(self._broker, delivery)
-            except Exception:
+            except BaseException:
                 logger.critical("Unexpected failure in after_nack of %r.", middleware, exc_info=True)
 
     # -- follow-ups

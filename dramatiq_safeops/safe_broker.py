@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import dramatiq.middleware
 from dramatiq.broker import Broker
 from dramatiq.common import current_millis, q_name
-from dramatiq.middleware import Middleware, MiddlewareError
+from dramatiq.middleware import Middleware
 
 from .boot import known_options
 from .delivery import Delivery
@@ -150,10 +150,10 @@ class SafeBroker(Broker):
             return
         try:
             super().emit_before(signal, *args, **kwargs)
-        except MiddlewareError:
+        except BaseException:
             if signal not in _ENDS:
                 raise
-            # Dramatiq would give up here, and the message would stay un-acked for good.
+            # Dramatiq would give up here, and the message would stay un-acked for good; SystemExit would end the thread, too.
             self.logger.critical("Unexpected failure in before_%s.", signal, exc_info=True)
 
     def emit_after(self, signal: str, *args: Any, **kwargs: Any) -> None:
@@ -169,6 +169,10 @@ class SafeBroker(Broker):
                 self._processing.after_nack(args[0])
             else:
                 super().emit_after(signal, *args, **kwargs)
+        except BaseException:
+            if signal not in _ENDS:
+                raise
+            self.logger.critical("Unexpected failure in after_%s.", signal, exc_info=True)
         finally:
             if signal in _ENDS:
                 args[0].held_for_hooks = False
