@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import dramatiq.middleware
@@ -48,7 +49,8 @@ class Drain(Guard, dramatiq.middleware.ShutdownNotifications):
         _check("Drain.notify_shutdown", notify_shutdown)
         self.logger = logger
         self.notify_shutdown = notify_shutdown
-        self._draining = False
+        # The threads of workers that are shutting down; in tests a broker may have several workers.
+        self._draining: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         # The threads whose message has asked for it. One step in C each, so no lock.
         self._asked: set[int] = set()
 
@@ -65,18 +67,13 @@ class Drain(Guard, dramatiq.middleware.ShutdownNotifications):
                 return notify
         return self.notify_shutdown
 
-    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        """A worker that starts is not shutting down; in tests a broker has several, one after the other."""
-        super().before_worker_boot(broker, worker)
-        self._draining = False
-
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
         """Note who asks for it. Return at once what comes when the others have been interrupted already."""
         if not self.should_notify(broker.get_actor(message.actor_name), message):
             return
         self._asked.add(threading.get_ident())
         # Only where "returned" is an outcome: on another broker Results would take the skipped message for done.
-        if self._draining and isinstance(message, Delivery):
+        if isinstance(message, Delivery) and threading.current_thread() in self._draining:
             turn_away(broker, message, Outcome.RETURNED, Reason.SHUTDOWN, "its worker is shutting down")
 
     def after_process_message(
@@ -97,11 +94,11 @@ class Drain(Guard, dramatiq.middleware.ShutdownNotifications):
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Interrupt each body that asks for it, also one whose guards are not through yet."""
-        self._draining = True
+        self._draining.update(worker.workers)
         # What the worker would do next anyway: threads that are free, or get free now, start nothing of what is buffered.
         for thread in worker.workers:
             thread.stop()
-        left = set(self._asked)
+        left = self._asked & {thread.ident for thread in worker.workers}
         give_up_at = time.monotonic() + START_PATIENCE_S
         while left:
             for watch in INTERRUPTER.running():

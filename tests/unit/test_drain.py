@@ -16,6 +16,7 @@ import pytest
 from dramatiq.brokers.stub import StubBroker
 from dramatiq.middleware import Middleware, Shutdown
 
+from dramatiq_safeops import testing
 from dramatiq_safeops.errors import ConfigError
 from dramatiq_safeops.interrupter import INTERRUPTER
 from dramatiq_safeops.middleware import AsyncIO, Drain, TimeLimit
@@ -148,6 +149,43 @@ def test_the_shutdown_of_one_worker_leaves_those_of_other_brokers_alone():
         assert type(my_guard.outcomes["my_actor"]) is Shutdown
         wait_for(lambda: "other_actor" in other_guard.outcomes)
     assert other_guard.outcomes == {"other_actor": None}
+
+
+def test_the_shutdown_of_one_worker_leaves_the_other_of_its_broker_alone():
+    """Test-suites stop one of two: the other returned each message that asks for it, hundreds of times a second."""
+    # Given two workers of one broker, each with a body that asks to be interrupted
+    broker = testing.StubBroker([Drain(notify_shutdown=True), TimeLimit()])
+    started: list[threading.Thread] = []
+    finished: list[threading.Thread] = []
+    over = threading.Event()
+
+    @dramatiq.actor(broker=broker)
+    def report() -> None:
+        started.append(threading.current_thread())
+        while not over.is_set():
+            time.sleep(0.001)
+        finished.append(threading.current_thread())
+
+    stays, goes = (dramatiq.Worker(broker, worker_timeout=50, worker_threads=1) for _ in range(2))
+    stays.queue_prefetch = 1  # the second message is for the other
+    stays.start()
+    report.send()
+    wait_for(lambda: len(started) == 1)
+    goes.start()
+    report.send()
+    wait_for(lambda: len(started) == 2)
+    assert started == [*stays.workers, *goes.workers]
+
+    # When one of them is stopped
+    goes.stop(timeout=int(PATIENCE_S * 1000))
+    over.set()
+
+    # Then the other runs its own to the end, and then what has come back
+    wait_for(lambda: len(finished) == 2)
+    stays.stop(timeout=int(PATIENCE_S * 1000))
+    assert finished == [*stays.workers, *stays.workers]
+    outcomes = [one.outcome.value for decisions in broker.decisions.values() for one in decisions]
+    assert sorted(outcomes) == ["done", "done"]
 
 
 @pytest.mark.parametrize(
