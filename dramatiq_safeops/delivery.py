@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dramatiq import Message
 from dramatiq.broker import MessageProxy
 
 from .dead_letter import ExceptionRecord
 
 if TYPE_CHECKING:
-    from dramatiq import Message
-
     from .outcome import Decision
 
 #: The states of a delivery. It leaves ``BUFFERED`` once, by whoever asks first.
@@ -103,6 +102,14 @@ class Delivery(MessageProxy):
         self.options = message.options
         self.message_id = message.message_id
         self.message_timestamp = message.message_timestamp
+
+    def empty(self) -> None:
+        """Free the content of what was returned: Dramatiq's work queue keeps it until a thread is free, in hours perhaps."""
+        self.body = b""
+        if self.readable:
+            self.show(
+                Message(self.queue_name, self.actor_name, (), {}, {}, self.message_id, self.message_timestamp)
+            )
 
     @property
     def readable(self) -> bool:

@@ -64,6 +64,7 @@ class Waiting:
         returned = [one for one in overdue if one.leave_buffer(RETURNED)]
         for one in returned:
             self._returns[one.known_id] = self._returns.pop(one.known_id, 0) + 1
+            one.empty()
         while len(self._returns) > MOST_REMEMBERED:
             del self._returns[next(iter(self._returns))]
         channel.give_back(returned)
