@@ -38,6 +38,8 @@ class Waiting:
         self._looks: dict[int, int] = {}
         #: How often a message was returned, by its id; the one that was returned last comes last.
         self._returns: dict[Any, int] = {}
+        #: Whether an answer is awaited. A frozen node gives none for a minute; a cancel would have to wait for each.
+        self._asking = False
         io.call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
@@ -46,7 +48,8 @@ class Waiting:
             return
         waiting = [one for one in channel.deliveries.values() if one.state == BUFFERED]
         self._looks = {one.tag: self._looks.get(one.tag, 0) + 1 for one in waiting}
-        if any(self._is_overdue(one) for one in waiting):
+        if not self._asking and any(self._is_overdue(one) for one in waiting):
+            self._asking = True
             self._amqp.queue_declare(
                 self._queue_name, passive=True, callback=self._io.safely(self._return_overdue)
             )
@@ -57,6 +60,7 @@ class Waiting:
         return self._looks.get(delivery.tag, 0) > 1 << min(returns, MOST_DOUBLINGS)
 
     def _return_overdue(self, answer: Any) -> None:
+        self._asking = False
         channel = self._channel
         if answer.method.message_count or channel.gone or channel.retiring:
             return

@@ -47,13 +47,15 @@ class Bench:
         self.channel.give_back = lambda ones: self.returned.extend(one.tag for one in ones)
         self.asked = 0
         self.backlog = backlog
+        self.answers = True
         self.amqp = Mock(is_open=True, queue_declare=self.declare)
         self.waiting = Waiting(self.clock, self.amqp, self.channel, "reports")
 
     def declare(self, queue: str, *, passive: bool, callback: Callable[[Any], None]) -> None:
         assert (queue, passive) == ("reports", True)
         self.asked += 1
-        callback(SimpleNamespace(method=SimpleNamespace(message_count=self.backlog)))
+        if self.answers:
+            callback(SimpleNamespace(method=SimpleNamespace(message_count=self.backlog)))
 
     def deliver(
         self, tag: int, *, returns: int = 0, message_id: str = "m", redelivered: bool = False
@@ -123,6 +125,18 @@ def test_a_classic_queue_does_not_count_and_its_messages_wait_longer_each_time_a
         del bench.channel.deliveries[tag]
 
     assert ticks == [2, 3, 5, 9, 17, 33, 65]
+
+
+def test_rabbitmq_is_not_asked_again_before_it_has_answered() -> None:
+    """With a frozen node it answers after a minute, and pika holds up the cancel at shutdown behind every question."""
+    bench = Bench()
+    bench.answers = False
+    bench.deliver(1)
+
+    for _ in range(20):
+        bench.clock.tick()
+
+    assert bench.asked == 1
 
 
 def test_what_was_returned_holds_no_memory() -> None:
