@@ -86,7 +86,14 @@ class EventLoop(dramatiq.asyncio.EventLoopThread):
             turns = threading.Event()
             real.call_soon(turns.set)
             self._real = real
-            threading.Thread.start(self)
+            try:
+                threading.Thread.start(self)
+            except (
+                BaseException
+            ):  # no more threads, for now: the next coroutine must not wait for one that never started
+                self._real = None
+                real.close()
+                raise
         if not turns.wait(timeout):
             raise RuntimeError("Event loop failed to start.")
 

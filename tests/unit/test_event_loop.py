@@ -159,6 +159,27 @@ def test_the_thread_starts_with_the_first_coroutine_and_keeps_no_process_alive(l
     assert loop.loop.is_running()
 
 
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_coroutine(loop, monkeypatch):
+    """Hurts a machine at its limit of threads: each message after the first waited for ever."""
+
+    async def report() -> int:
+        return 7
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as at_the_limit:
+        at_the_limit.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            loop.run_coroutine(report())
+    values: list[int] = []
+    waiting = threading.Thread(target=lambda: values.append(loop.run_coroutine(report())), daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+
+    assert values == [7]
+
+
 def test_many_threads_share_the_loop(loop):
     """One aiohttp session, one pool: whoever awaits it must be on one loop."""
 
