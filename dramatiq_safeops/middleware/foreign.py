@@ -37,6 +37,7 @@ _NOT_KEPT = (
     "follow-ups (pipelines, callbacks) are sent before the outcome of their message is safe",
     "dead letters carry no reason, and where and for how long they stay is the broker's business",
     "delayed messages wait in the memory of workers",
+    "while a message is parked, Results shows None as its result",
     "a message that is interrupted by a shutdown goes to the end of its queue",
 )
 

@@ -218,6 +218,7 @@ def test_one_warning_says_what_the_broker_cannot_promise(
     assert len(told) == 1
     assert "RabbitmqBroker" in told[0].getMessage()
     assert "acked before RabbitMQ has confirmed" in told[0].getMessage()
+    assert "while a message is parked, Results shows None" in told[0].getMessage()
 
 
 def test_a_wrong_order_is_refused_at_the_start_of_a_worker(start: Start) -> None:
