@@ -76,14 +76,15 @@ class Processing:
                 hook(self._broker, delivery)
             except MiddlewareError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 logger.critical(
                     "Unexpected failure in before_process_message of %r.", middleware, exc_info=True
                 )
-                if isinstance(middleware, Guard):
+                # SystemExit and its like would be charged to an actor that has not run.
+                if isinstance(middleware, Guard) or not isinstance(error, Exception):
                     self._turn_away(delivery, middleware, error)
 
-    def _turn_away(self, delivery: Delivery, guard: Guard, error: Exception) -> None:
+    def _turn_away(self, delivery: Delivery, guard: Middleware, error: BaseException) -> None:
         detail = f"{type(guard).__name__} failed with {type(error).__name__}"
         delivery.failure = self._dead_letters.describe(error)
         delivery.turned_away = park(delivery, Reason.GUARD_FAILED, detail, limit_ms=self._broker.park_limit)

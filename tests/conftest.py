@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import dramatiq
 import pytest
 
 from dramatiq_safeops.testing import PostgresServer, RabbitmqCluster, RabbitmqServer
@@ -19,6 +20,23 @@ from tests.harness.vhosts import virtual_host
 
 #: Cheap ones first: a wrong decision should fail in a second, not after ten minutes of killed processes.
 ORDER = ("unit", "typing", "contract", "integration", "acceptance")
+
+
+class NoBroker(dramatiq.Broker):
+    """The global broker where a test has set none. Dramatiq would make one of localhost's standard port."""
+
+    def __init__(self) -> None:
+        super().__init__(middleware=[])
+        self.queues: set[str] = set()
+
+    def declare_queue(self, queue_name: str) -> None:
+        self.queues.add(queue_name)
+
+    def enqueue(self, message: dramatiq.Message, *, delay: int | None = None) -> dramatiq.Message:
+        raise AssertionError("this test names no broker for what it sends: dramatiq.set_broker(), or broker=")
+
+
+dramatiq.set_broker(NoBroker())
 
 #: For a test marked long that names no timeout of its own.
 LONG_TIMEOUT_S = 1200

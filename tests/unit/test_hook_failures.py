@@ -58,3 +58,33 @@ def test_what_a_hook_raises_when_the_body_is_over_changes_nothing(
     assert ran == [1, 2]
     outcome = "dead" if fails else "done"
     assert [[one.outcome.value for one in broker.decisions[id]] for id in sent] == [[outcome], [outcome]]
+
+
+def test_a_hook_that_ends_the_program_before_the_body_charges_no_attempt() -> None:
+    """Hurts an actor with one attempt: it was dead without ever having run."""
+    ran: list[int] = []
+
+    class Ends(Middleware):
+        left = 1
+
+        def before_process_message(self, broker: Any, message: Any) -> None:
+            if self.left:
+                self.left -= 1
+                raise SystemExit("bye")
+
+    broker = StubBroker([*safe_stack(), Ends()], skip_delays=True, park_limit=60_000)
+
+    @dramatiq.actor(broker=broker, time_limit=60_000, max_retries=0)
+    def work(number: int) -> None:
+        ran.append(number)
+
+    worker = dramatiq.Worker(broker, worker_timeout=50, worker_threads=1)
+    worker.start()
+    try:
+        sent = work.send(1).message_id
+        broker.join("default", timeout=10_000)
+    finally:
+        worker.stop(timeout=5_000)
+
+    assert ran == [1]
+    assert [one.outcome.value for one in broker.decisions[sent]] == ["parked", "done"]
