@@ -24,12 +24,13 @@ from dramatiq.middleware import Middleware
 
 from . import outgoing
 from .boot import check_overrides, check_parameters, check_threads, check_urls
+from .delivery import Delivery
 from .errors import EXIT_UNREACHABLE, ConfigError, leave, refuse, under_dramatiq_command
 from .masking import mask
 from .middleware import safe_stack
 from .options import check_above_zero, check_one_of
 from .outcome import DEFAULT_PARK_LIMIT
-from .rabbitmq import admin, topology
+from .rabbitmq import admin, leftovers, topology
 from .rabbitmq.client import Client
 from .rabbitmq.consumer import Consumer
 from .rabbitmq.publication import Need
@@ -148,7 +149,12 @@ class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
         name = q_name(queue_name)
         self.declare_queue(name)
         client = self.client
-        subscription = client.subscribe(name, self._prefetch(prefetch), self.admit)
+        subscription = client.subscribe(
+            name,
+            self._prefetch(prefetch),
+            self.admit,
+            admit_leftover=self._admit_leftover if self.queue_type == "classic" else None,
+        )
         return Consumer(client, subscription, timeout_s=timeout / 1000, carry_out=self.carry_out)
 
     def _prefetch(self, asked: int) -> int:
@@ -156,6 +162,9 @@ class RabbitmqBroker(SafeBroker, dramatiq.brokers.rabbitmq.RabbitmqBroker):
         if worker is None or dramatiq.worker.QUEUE_PREFETCH:
             return asked
         return max(1, asked // len(worker.consumer_whitelist or self.queues))
+
+    def _admit_leftover(self, delivery: Delivery) -> None:
+        leftovers.admit(delivery, self._settlement.carry_out)
 
     @property
     def client(self) -> Client:

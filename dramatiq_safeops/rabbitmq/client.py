@@ -17,8 +17,10 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import pika
+from dramatiq.common import dq_name
 
 from ..delivery import Delivery
+from . import leftovers
 from .intake import Intake
 from .io_thread import IOThread
 from .publication import Batch, Need, Publication, Refused
@@ -104,9 +106,17 @@ class Client:
                 self._io.call(self._publisher.forget, batch)
 
     def subscribe(
-        self, queue_name: str, prefetch: int, admit: Callable[[Delivery, Subscription], None]
+        self,
+        queue_name: str,
+        prefetch: int,
+        admit: Callable[[Delivery, Subscription], None],
+        *,
+        admit_leftover: Callable[[Delivery], None] | None = None,
     ) -> Subscription:
-        """Consume ``queue_name`` from now on. Returns at once; deliveries come as soon as there is a connection."""
+        """Consume ``queue_name`` from now on. Returns at once; deliveries come as soon as there is a connection.
+
+        With ``admit_leftover`` also what stock Dramatiq left in the delay queue of that name, where it exists.
+        """
         subscription = Subscription(
             self._io,
             self._settler,
@@ -115,12 +125,27 @@ class Client:
             declarations=self._declarations_for(("queue", queue_name)),
             admit=admit,
         )
+        # At the start of the worker, which ends where that is refused.
+        self._io.call(self._publisher.was_declared, ("queue", queue_name))
+        if admit_leftover is not None:
+            subscription.leftovers = Subscription(
+                self._io,
+                self._settler,
+                queue_name,
+                leftovers.PREFETCH,
+                declarations=(),
+                admit=lambda delivery, _subscription: admit_leftover(delivery),
+                source=dq_name(queue_name),
+            )
+            self._io.call(self._intake.add, subscription.leftovers)
         self._io.call(self._intake.add, subscription)
         return subscription
 
     def retire(self, subscription: Subscription) -> None:
         """Stop consuming and return what has not started. Never blocks; ``close`` waits for it."""
-        self._io.call(self._intake.retire, subscription)
+        for one in (subscription, subscription.leftovers):
+            if one is not None:
+                self._io.call(self._intake.retire, one)
 
     def unsettled(self, queue_name: str | None = None) -> int:
         """Return how many deliveries (of one queue) this process holds un-acked."""

@@ -14,6 +14,7 @@ from pika.adapters.select_connection import SelectConnection
 
 from .connection import Link
 from .io_thread import IOThread
+from .migration_watch import MigrationWatch
 from .subscription import Subscription
 
 
@@ -23,15 +24,15 @@ class Intake:
     def __init__(self, io: IOThread, parameters: Sequence[pika.connection.Parameters]) -> None:
         self._link = Link(io, parameters, "consume", on_up=self._up, on_down=self._down)
         self.subscriptions: list[Subscription] = []
+        self._watch = MigrationWatch(io, lambda: self.subscriptions)
 
     def add(self, subscription: Subscription) -> None:
         """Consume from now on."""
         self.subscriptions = [one for one in self.subscriptions if one.unsettled or not one.retired.is_set()]
         self.subscriptions.append(subscription)
+        subscription.reattach = self._watch.attach
         self._link.open()
-        connection = self._link.connection
-        if connection is not None and connection.is_open:
-            subscription.attach(connection)
+        self._watch.attach(subscription)
 
     def retire(self, subscription: Subscription) -> None:
         """Consume no longer."""
@@ -52,10 +53,12 @@ class Intake:
         self._link.close()
 
     def _up(self, connection: SelectConnection) -> None:
+        self._watch.up(connection)
         for subscription in self.subscriptions:
             if not subscription.retired.is_set():
-                subscription.attach(connection)
+                self._watch.attach(subscription)
 
     def _down(self, _code: int, _text: str) -> None:
+        self._watch.down()
         for subscription in self.subscriptions:
             subscription.detach()

@@ -5,6 +5,7 @@ Runs in: the I/O thread. Needs: RabbitMQ.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from pika.adapters.select_connection import SelectConnection
@@ -13,6 +14,8 @@ from .declarer import declare_on_own_channel
 from .io_thread import IOThread
 from .publication import Batch, Need, Publication
 from .topology import Declaration
+
+logger = logging.getLogger(__name__)
 
 #: Seconds after which a declaration that is not answered holds up its messages no longer. In a cluster with a frozen node
 #: RabbitMQ 3.10 answers none for a minute, and what is to be declared mostly exists. If not, the messages come back.
@@ -38,6 +41,7 @@ class Needs:
         self._on_ready = on_ready
         self._on_refused = on_refused
         self._declared: set[Need] = set()
+        self._ever_declared: set[Need] = set()
         self._waiting: dict[Need, list[Publication]] = {}
         self._unanswered: set[Need] = set()  # declarations that hold up nobody any more
 
@@ -45,6 +49,11 @@ class Needs:
     def idle(self) -> bool:
         """Whether nothing waits for a declaration."""
         return not self._waiting
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no declaration is on its way."""
+        return not self._waiting and not self._unanswered
 
     def missing(self, publication: Publication) -> Need | None:
         """Return what ``publication`` needs and is not declared yet, if anything."""
@@ -62,6 +71,10 @@ class Needs:
             declare_on_own_channel(
                 self._io, connection, self._declarations_for(need), lambda error: self._done(need, error)
             )
+
+    def was_declared(self, need: Need) -> None:
+        """``need`` was declared by another part of this process. Should it be other now, it was changed meanwhile."""
+        self._ever_declared.add(need)
 
     def gone(self, publication: Publication) -> None:
         """What ``publication`` needs was deleted: it is declared again when it is needed next."""
@@ -91,8 +104,20 @@ class Needs:
     def _done(self, need: Need, error: str | None) -> None:
         waiting = self._waiting.pop(need, [])
         self._unanswered.discard(need)
+        if error is not None and error.startswith("406") and need in self._ever_declared:
+            # It was as we declare it, and now it is not: most likely it was migrated. What is sent to it, it takes.
+            logger.warning(
+                "%s %r does not exist any more as this process would declare it (%s). Messages are sent to it as it is; give"
+                " the broker the queue_type and max_priority that it has now, or this process cannot send when it starts"
+                " again.",
+                *need,
+                error,
+                extra={"event": "publisher.as_it_is"},
+            )
+            error = None
         if error is None:
             self._declared.add(need)
+            self._ever_declared.add(need)
             self._on_ready(waiting)
         else:
             self._declared.discard(need)

@@ -21,6 +21,7 @@ from pika.adapters.select_connection import SelectConnection
 from .connection import Link
 from .io_thread import IOThread
 from .needs import Needs
+from .presence import Presence
 from .publication import (
     Batch,
     Impossible,
@@ -82,6 +83,7 @@ class Publisher:
         self._io = io
         self._explain_refusal = explain_refusal
         self._link = Link(io, parameters, "publish", on_up=self._up, on_down=self._down)
+        self._presence = Presence(io, quiet=self._is_quiet, on_present=self._pump, on_free=self._free)
         self._channel: Any = None
         self._ready = False
         self._blocked = ""
@@ -147,6 +149,10 @@ class Publisher:
             self._settle(publication, Withdrawn("nobody waits for it any more"))
         self._pump()
 
+    def was_declared(self, need: Need) -> None:
+        """``need`` was declared by another part of this process."""
+        self._needs.was_declared(need)
+
     def close(self) -> None:
         """Close the connection politely."""
         self._link.close()
@@ -156,7 +162,20 @@ class Publisher:
     def _up(self, connection: SelectConnection) -> None:
         connection.add_on_connection_blocked_callback(self._io.safely(self._on_blocked))
         connection.add_on_connection_unblocked_callback(self._io.safely(self._on_unblocked))
+        self._presence.up(connection)
         self._open_channel(connection)
+
+    def _is_quiet(self) -> bool:
+        # Also what nobody waits for any more may still be on its way.
+        return not self._in_flight and self._needs.quiet
+
+    def _free(self, held: bool) -> None:
+        if held and self._channel is not None and self._channel.is_open:
+            # RabbitMQ 3.10 loses the connection when a channel publishes to a queue that was made anew with another type.
+            # Nothing is in flight; _channel_closed opens the next one.
+            self._ready = False
+            self._channel.close()
+        self._pump()
 
     def _on_blocked(self, _connection: Any, method: Any) -> None:
         self._blocked = (
@@ -173,6 +192,7 @@ class Publisher:
 
     def _down(self, code: int, text: str) -> None:
         self._blocked = ""
+        self._presence.down()
         self._channel_lost(code, text)
 
     def _open_channel(self, connection: SelectConnection) -> None:
@@ -234,6 +254,10 @@ class Publisher:
             del self._lanes[destination]
         if not self._ready or self._blocked:
             return
+        if not self._presence.free:
+            if self._presence.present:
+                self._declare_ahead()
+            return
         if self._refused and self._renew_soon():
             return
         if self._suspects or self._suspect_in_flight is not None:
@@ -244,6 +268,13 @@ class Publisher:
         for lane in list(self._lanes.values()):
             while lane.waiting and lane.in_flight < WINDOW and self._ready:
                 self._publish(lane.waiting.popleft())
+
+    def _declare_ahead(self) -> None:
+        """Declare what is needed first while it is not known yet whether we may publish: both take a few round trips."""
+        for lane in list(self._lanes.values()):
+            missing = self._needs.missing(lane.waiting[0]) if lane.waiting else None
+            if missing is not None:
+                self._needs.declare(missing, lane.waiting.popleft(), self._link.connection)
 
     @property
     def _flying(self) -> bool:

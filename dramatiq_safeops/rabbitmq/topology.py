@@ -21,6 +21,15 @@ DEAD_LETTER_EXCHANGE = "safeops.dlx"
 DELIVERY_EXCHANGE = "safeops.delivery"
 UNROUTABLE = "safeops.unroutable"
 
+#: Holds a message for each migration that is on: workers look at its count, see ``migration_watch``.
+MIGRATIONS = "safeops.migrations"
+#: Has a consumer for each process that publishes, see ``presence``.
+PUBLISHERS = "safeops.publishers"
+#: Exclusive queues, gone with the connection of who migrates: one says that nobody else may migrate meanwhile, one that
+#: publishers pause.
+MIGRATION_LOCK = "safeops.migrations.lock"
+HOLD_LOCK = "safeops.publishers.hold"
+
 #: Never reached, but set: without a limit RabbitMQ 4 destroys a message after 20 returns (so does looking at a dead
 #: letter in the UI), RabbitMQ 3.10 moves a returned message to the tail, and -1 means "unlimited" on one and
 #: "drop after the first delivery" on the other. Crash limits are ours to keep.
@@ -45,19 +54,42 @@ def dead_letter_queue(queue_name: str) -> str:
     return f"{queue_name}.dlq"
 
 
+def staging_queue(queue_name: str) -> str:
+    """Return the name of the queue that holds the messages of ``queue_name`` while it is being migrated."""
+    return f"{queue_name}.migrating"
+
+
+def migrations() -> Declaration:
+    """Return the queue that says whether a migration is on. Declared by whoever wants to know."""
+    return _queue(MIGRATIONS, _quorum())
+
+
+def publishers() -> Declaration:
+    """Return the queue that publishing processes are present at. Classic: no message ever stays in it."""
+    return _queue(PUBLISHERS, {})
+
+
+def staging(queue_name: str) -> Declaration:
+    """Return the queue that messages wait in while ``queue_name`` is deleted and declared anew."""
+    return _queue(staging_queue(queue_name), _quorum())
+
+
 def topology_for(
     queue_name: str, queue_type: str = "quorum", *, max_priority: int | None = None
 ) -> list[Declaration]:
     """Return all that ``queue_name`` needs, in the order in which it must be declared."""
-    dlq = dead_letter_queue(queue_name)
     return [
-        *_shared(),
-        _queue(dlq, _quorum()),
-        _bind(dlq, DEAD_LETTER_EXCHANGE, queue_name),
+        *dead_letters_of(queue_name),
         _queue(queue_name, work_queue_arguments(queue_name, queue_type, max_priority=max_priority)),
         # How messages come back from the ladder: they keep the queue's name as their routing key.
         _bind(queue_name, DELIVERY_EXCHANGE, queue_name),
     ]
+
+
+def dead_letters_of(queue_name: str) -> list[Declaration]:
+    """Return the part of ``topology_for`` that keeps the dead letters."""
+    dlq = dead_letter_queue(queue_name)
+    return [*_shared(), _queue(dlq, _quorum()), _bind(dlq, DEAD_LETTER_EXCHANGE, queue_name)]
 
 
 def ladder() -> list[Declaration]:
