@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import click
 
+from .queues import queues
 from .topology import topology
 from .version import version
 
@@ -14,6 +15,7 @@ EXAMPLES = """\b
 Examples:
   safeops version --json
   safeops topology --queue reports --queue-type quorum
+  safeops queues migrate --help
 """
 
 
@@ -27,3 +29,4 @@ def safeops() -> None:
 
 safeops.add_command(version)
 safeops.add_command(topology)
+safeops.add_command(queues)

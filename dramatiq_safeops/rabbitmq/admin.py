@@ -14,7 +14,7 @@ import pika
 import pika.exceptions
 from dramatiq.errors import ConnectionFailed
 
-from .connection import hurried, prepared
+from .connection import TolerantConnection, hurried, prepared
 from .delays import STEPS_MS, step_name
 from .topology import Declaration, apply, dead_letter_queue
 from .trouble import address, close_reason, explain, is_final
@@ -66,7 +66,8 @@ def connected(
         errors = []
         for one in mine:
             try:
-                connection = pika.BlockingConnection(hurried(one, rounds) if len(mine) > 1 else one)
+                chosen = hurried(one, rounds) if len(mine) > 1 else one
+                connection = pika.BlockingConnection(chosen, _impl_class=TolerantConnection)
             except Exception as error:
                 errors.append((error, one))
             else:

@@ -51,7 +51,7 @@ GOOD_AFTER_S = 5.0
 UNDECODABLE = "x-safeops-undecodable"
 
 
-class _Connection(SelectConnection):  # type: ignore[misc]  # pika has no types
+class TolerantConnection(SelectConnection):  # type: ignore[misc]  # pika has no types
     """pika's connection, but headers that pika cannot decode do not end it.
 
     pika raises for a timestamp beyond the year 9999 (milliseconds where AMQP wants seconds) and drops the connection. The
@@ -132,7 +132,7 @@ class Link:
             elif not isinstance(result, BaseException):
                 result.close()  # given up meanwhile
 
-        self._workflow = _Connection.create_connection(
+        self._workflow = TolerantConnection.create_connection(
             [parameters], on_done=self._io.safely(done), custom_ioloop=self._io.loop
         )
 
