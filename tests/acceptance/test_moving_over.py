@@ -265,7 +265,6 @@ def test_what_stock_workers_left_in_the_queues_runs_once(shop: Shop) -> None:
     assert shop.numbers("order") == list(range(20))
 
 
-@pytest.mark.xfail(reason="messages in .DQ are not consumed yet", strict=True)
 def test_what_stock_workers_left_delayed_runs_once_and_not_early(shop: Shop) -> None:
     """A reminder for next week must not be forgotten in a queue that nobody reads any more."""
     # Given delayed messages that stock workers have in their hands and in ``.DQ``
