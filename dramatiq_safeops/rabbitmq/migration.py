@@ -100,6 +100,16 @@ class Migration:
     def _look(self, name: str) -> Found:
         return look_at(self._connection, name)
 
+    def _is_empty(self, name: str) -> bool:
+        """Ask for a message. RabbitMQ says of a quorum queue without a leader that it has none, and deletes it with all."""
+        channel = self._connection.channel()
+        with admin.answering(self._connection):
+            method, _, _ = channel.basic_get(name)
+        if method is not None:
+            channel.basic_nack(method.delivery_tag, requeue=True)
+        channel.close()
+        return method is None
+
     def run(self) -> Result:
         """Do what is to be done; return when it is.
 
@@ -142,11 +152,13 @@ class Migration:
         self._announce()
         declared_at = time.monotonic()
         self._wait_for_workers(undo=not begun)
-        if plan.kind == "missing":
+        if switched:
+            # Also if it is there: an earlier migration may have been killed before it was bound to the delay ladder.
             self._declare()
         if fresh:
             self._settle(declared_at)
-        already = self._already(self._staging) if begun and plan.staging.messages else Counter[bytes]()
+        copied = begun and not self._is_empty(self._staging)
+        already = self._already(self._staging) if copied else Counter[bytes]()
         if not switched:
             self._aside(self._queue, already, None)
         for name in (self._dq, self._xq):
@@ -202,7 +214,7 @@ class Migration:
             f"after {self._timeout_s:g} s there are still consumers ({held}): stop workers of stock Dramatiq and of older"
             " versions; workers of this version let go when their running messages are done"
         )
-        if undo and not self._look(self._staging).messages:
+        if undo and self._is_empty(self._staging):
             self._finish()
             raise MigrationError(f"{sentence}. Nothing was moved, everything goes on as before")
         raise MigrationError(f"{sentence}, then start it again")
@@ -311,7 +323,7 @@ class Migration:
         # Nobody publishes to it and nobody consumes it. What we returned may be counted a moment later.
         for _ in range(2):
             found = self._look(name)
-            if found.messages or found.consumers:
+            if found.messages or found.consumers or not self._is_empty(name):
                 return False
             self._connection.sleep(RETURNED_S)
         channel = self._connection.channel()
@@ -358,7 +370,7 @@ class Migration:
         already = (
             self._already(*(one for one in targets if self._look(one).messages)) if look else Counter[bytes]()
         )
-        while self._look(self._staging).messages:
+        while not self._is_empty(self._staging):
             self._move(
                 self._staging,
                 from_staging(self._queue, self._dq, self._xq),
@@ -367,8 +379,10 @@ class Migration:
             )
 
     def _finish(self) -> None:
+        # Only we write there, so what is empty now stays so.
+        if not self._is_empty(self._staging):
+            raise MigrationError(f"there are messages in {self._staging!r} again: start this again")
         channel = self._connection.channel()
-        # Only we write there, and it was just found empty.
         channel.queue_delete(self._staging)
         channel.close()
         self._forget_markers()
