@@ -19,7 +19,11 @@ HOLD_S = 4.0
 #: Seconds between two looks whether they have.
 LOOK_EVERY_S = 0.01
 
-#: How often the hold is looked for to take it away. With the lock gone, who holds it drops it by itself.
+#: How many holds there are beyond one for each publisher: for those that start or come back during the pause. Who finds none,
+#: because the only one is just in another's hands, would publish.
+SPARE_HOLDS = 100
+
+#: How often the holds are looked for to take them away. With the lock gone, who has one drops it by itself.
 TAKE_TRIES = 100
 
 
@@ -30,6 +34,7 @@ class Hold:
         self._connection = connection
         self._channel: Any = None
         self._began_at = 0.0
+        self._holds = 0
         #: How many publishers had not paused when ``begin`` gave up.
         self.publishing = 0
 
@@ -40,11 +45,14 @@ class Hold:
         channel.queue_declare(HOLD_LOCK, exclusive=True)
         topology.apply([topology.publishers()], channel)
         channel.queue_purge(PUBLISHERS)  # holds of those who were killed
-        channel.basic_publish("", PUBLISHERS, b"hold")
+        # One for each, so that they pause at once and not one after the other.
+        self._holds = channel.queue_declare(PUBLISHERS, passive=True).method.consumer_count + SPARE_HOLDS
+        for _ in range(self._holds):
+            channel.basic_publish("", PUBLISHERS, b"hold")
         while time.monotonic() - self._began_at < HOLD_S:
             answer = channel.queue_declare(PUBLISHERS, passive=True).method
             self.publishing = answer.consumer_count
-            # The hold is back in the queue, and nobody is there to take it.
+            # Nobody is there, and who comes now finds a hold.
             if answer.consumer_count == 0 and answer.message_count > 0:
                 return True
             self._connection.sleep(LOOK_EVERY_S)
@@ -52,9 +60,10 @@ class Hold:
 
     def end(self) -> float:
         """Let publishers go on; return for how many seconds they paused."""
+        taken = 0
         for _ in range(TAKE_TRIES):
-            method, _, _ = self._channel.basic_get(PUBLISHERS, auto_ack=True)
-            if method is not None:
+            taken += self._channel.queue_purge(PUBLISHERS).method.message_count
+            if taken >= self._holds:
                 break
             self._connection.sleep(LOOK_EVERY_S)
         self._channel.queue_delete(HOLD_LOCK)

@@ -6,9 +6,9 @@ A message that is published while its queue is being deleted is lost, and Rabbit
 "has taken" it (measured on 3.10: two or three at each deletion under load). So nobody may publish at that moment.
 
 Each publishing process has a consumer on ``safeops.publishers``, a queue that holds nothing. Whoever is present may
-publish. Who migrates declares a lock and puts one message, the hold, into that queue. The process that gets it
-stops publishing, waits until all that it has published is confirmed, cancels its consumer, and returns the hold, which
-so goes to the next one. When no consumer is left, nobody publishes. The lock is an exclusive queue: it is gone when the
+publish. Who migrates declares a lock and puts messages, the holds, into that queue, one for each consumer and some more.
+A process that gets one stops publishing, waits until all that it has published is confirmed, cancels its consumer, and
+returns the hold, for those who come later. When no consumer is left, nobody publishes. The lock is an exclusive queue: it is gone when the
 connection of its holder is, so publishers go on also when that one was killed.
 """
 
@@ -63,6 +63,7 @@ class Presence:
         self._consumer_tag = ""
         self._hold: int | None = None  # the delivery tag of the hold
         self._held = False
+        self._entry: object = None  # the try to be present that we wait for
         #: Whether the queue is known to exist. In a cluster with a frozen node RabbitMQ 3.10 answers no declaration for a minute.
         self._exists = False
         #: Whether this process may declare: it has a consumer, and is waited for. A queue that it declares in the last moment of a
@@ -80,7 +81,7 @@ class Presence:
 
     def down(self) -> None:
         """The connection is lost."""
-        self._connection = self._channel = None
+        self._connection = self._channel = self._entry = None
         self._hold = None
         self.present = self.free = False
 
@@ -90,8 +91,9 @@ class Presence:
         if not connection.is_open or connection is not self._connection or self._channel is not None:
             return
         self._hold = None
+        entry = self._entry = object()
         connection.channel(on_open_callback=self._io.safely(self._opened))
-        self._io.call_later(PATIENCE_S, self._out_of_patience, connection)
+        self._io.call_later(PATIENCE_S, self._out_of_patience, entry)
 
     def _opened(self, channel: Any) -> None:
         self._channel = channel
@@ -110,6 +112,8 @@ class Presence:
         channel.close()
 
     def _consume(self, channel: Any) -> None:
+        # Before the consumer, or it does not count for it: it would take the holds of the others.
+        channel.basic_qos(prefetch_count=1)
         self._consumer_tag = channel.basic_consume(
             PUBLISHERS,
             on_message_callback=lambda _channel, method, _properties, _body: self._io.run_safely(
@@ -146,8 +150,8 @@ class Presence:
                 logger.info("Publishing goes on.", extra={"event": "publisher.released"})
             self._on_free(held)
 
-    def _out_of_patience(self, connection: SelectConnection) -> None:
-        if connection is self._connection and not self.free and self._hold is None and not self._held:
+    def _out_of_patience(self, entry: object) -> None:
+        if entry is self._entry:
             self._release()
 
     def _closed(self, channel: Any, reason: BaseException) -> None:
@@ -155,6 +159,8 @@ class Presence:
         if channel is not self._channel or connection is None or not connection.is_open:
             return
         self._channel = None
+        # Deleted, it is declared at once. What is not there although it was just declared is on a node that is down.
+        again_s = 0 if self.present or self._exists else AGAIN_S
         if close_reason(reason)[0] == 404:
             self._exists = False
         if self._hold is not None:
@@ -166,7 +172,7 @@ class Presence:
             logger.debug("A migration could not pause this process: %s.", text)
         self._release()
         if code != 403:  # a missing permission
-            self._io.call_later(0 if code in (200, 404) else AGAIN_S, self._enter, connection)
+            self._io.call_later(again_s if code in (200, 404) else AGAIN_S, self._enter, connection)
 
     # -- to pause
 
@@ -175,6 +181,7 @@ class Presence:
         if channel is not self._channel or connection is None:
             return
         self._hold = tag
+        self._entry = None
         self.present = self.free = False
         # Who put it there may be dead: then nobody would ever take it away.
         self._look_at_lock(
