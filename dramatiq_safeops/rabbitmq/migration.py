@@ -41,6 +41,10 @@ LOOK_EVERY_S = 0.25
 #: younger than two seconds, it loses what it has confirmed (3.10, 4.0, 4.3).
 SETTLING_S = 3.0
 
+#: Seconds between two tries to let all publishers pause, doubling: each that fails costs them some seconds.
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 60.0
+
 #: As many messages as are moved in a moment: with more, publishers would have to pause for longer.
 MOMENT = 500
 
@@ -230,15 +234,16 @@ class Migration:
     def _is_dead(self, properties: pika.BasicProperties) -> bool:
         return bool((properties.headers or {}).get(ORIGIN) == self._xq)
 
-    def _aside(self, name: str, already: Counter[bytes], origin: str | None) -> None:
+    def _aside(self, name: str, already: Counter[bytes], origin: str | None, *, wait: bool = True) -> None:
         self._move(
             name,
             to_staging(self._staging, origin),
             already=already,
             is_dead=lambda _properties: name == self._xq,
+            wait=wait,
         )
 
-    def _move(self, name: str, copy_of: Any, **how: Any) -> None:
+    def _move(self, name: str, copy_of: Any, *, wait: bool = True, **how: Any) -> None:
         def on_moved(count: int) -> None:
             self._result.moved[name] += count
             self._report("moved", name, count)
@@ -249,6 +254,8 @@ class Migration:
                 move(self._connection, name, copy_of, on_moved=on_moved, **how)
                 return
             except InUse:
+                if not wait:
+                    raise
                 if time.monotonic() >= deadline:
                     self._give_up([self._look(name)], undo=False)
                 self._report("workers", f"somebody consumes {name!r}, waiting until they let go", 1)
@@ -258,6 +265,7 @@ class Migration:
 
     def _switch(self, kind: str, already: Counter[bytes]) -> None:
         deadline = time.monotonic() + self._timeout_s
+        pause = FIRST_PAUSE_S
         while True:
             # What comes out of the delay ladder waits in safeops.unroutable from now on, see _recover_unroutable.
             channel = self._connection.channel()
@@ -268,24 +276,36 @@ class Migration:
                 self._aside(self._queue, already, None)
             hold = Hold(self._connection)
             try:
-                if not hold.begin():
+                # Publishers must not wait for a RabbitMQ that does not answer: without the connection the pause is over.
+                with admin.answering(self._connection):
+                    begun = hold.begin()
+                if not begun:
                     self._report(
                         "hold", f"{hold.publishing} producers have not paused, trying again", hold.publishing
                     )
-                elif self._replace(kind, already):
-                    return
+                else:
+                    with admin.answering(self._connection):
+                        replaced = self._replace(kind, already)
+                    if replaced:
+                        return
             finally:
-                self._result.held_s += hold.end()
+                if self._connection.is_open:
+                    with admin.answering(self._connection):
+                        self._result.held_s += hold.end()
             if time.monotonic() >= deadline:
                 raise MigrationError(
                     f"queue {self._queue!r} could not be replaced within {self._timeout_s:g} s: a producer does not pause, or"
                     " something goes on declaring or consuming the queue (stock Dramatiq?); stop it and start this again"
                 )
-            self._connection.sleep(1.0)
+            self._connection.sleep(pause)
+            pause = min(2 * pause, MOST_PAUSE_S)
 
     def _replace(self, kind: str, already: Counter[bytes]) -> bool:
         """Delete the queue and declare it anew, while nobody publishes. Return whether that went well."""
-        self._aside(self._queue, already, None)
+        try:
+            self._aside(self._queue, already, None, wait=False)
+        except InUse:
+            return False
         if not self._delete(self._queue, kind):
             return False
         try:

@@ -10,6 +10,7 @@ import pika.exceptions
 import pytest
 
 from dramatiq_safeops import RabbitmqBroker
+from dramatiq_safeops.cli.exit_codes import EXIT_UNREACHABLE
 from dramatiq_safeops.rabbitmq import admin, topology
 from dramatiq_safeops.rabbitmq.holding import Hold
 from dramatiq_safeops.rabbitmq.migration import Migration
@@ -83,3 +84,23 @@ def test_two_producers_that_start_during_the_pause_both_wait(amqp_url: str) -> N
         hold.end()
         thread.join(10)
         assert queues.depth(amqp_url, "orders") == 1
+
+
+def test_publishers_go_on_when_rabbitmq_does_not_answer_in_the_moment_of_the_change(
+    amqp_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hurts all of the vhost: a queue without its majority would let every send() wait for as long as the tool does."""
+    monkeypatch.setattr(admin, "ANSWER_S", 2.0)
+    monkeypatch.setattr(
+        Migration,
+        "_replace",
+        lambda self, *_: self._connection._flush_output(lambda: False),  # an answer that never comes
+    )
+    broker = RabbitmqBroker(url=amqp_url, queue_type="classic")
+    broker.enqueue(message("before"))
+
+    said = report(amqp_url, "orders", code=EXIT_UNREACHABLE)
+
+    assert "no answer" in said["error"]
+    broker.enqueue(message("after"))
+    broker.close()
