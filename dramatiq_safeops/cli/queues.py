@@ -52,8 +52,8 @@ _KINDS = {
 
 _DISTURBED = (
     "Disturbed: workers of these queues stand back until it is done (about 5 s and the time of what runs, plus a second for"
-    " each 3,000 messages), and every send() in this vhost waits for about half a second. Producers of stock Dramatiq do not"
-    " wait: stop them first, RabbitMQ loses what they send in the moment of the change."
+    " each 3,000 messages), and every send() in this vhost waits for about half a second. Producers of stock Dramatiq, of"
+    " older versions, and without the permission to read safeops.publishers do not wait: stop them first, RabbitMQ loses what they send in the moment of the change."
 )
 
 
@@ -156,10 +156,19 @@ def migrate(
             code = max(code, EXIT_FINDINGS)
             report |= {"status": "failed", "error": str(error)}
             click.echo(f"{name}: {error}", err=True)
+        except KeyboardInterrupt:
+            sentence = (
+                "interrupted; nothing is lost, its workers stand back until you start it again and it is done"
+            )
+            code = max(code, EXIT_FINDINGS)
+            report |= {"status": "failed", "error": sentence}
+            click.echo(f"{name}: {sentence}", err=True)
+            break
         except (admin.NotConnected, pika.exceptions.AMQPError) as error:
             code = EXIT_UNREACHABLE
             sentence = (
-                f"{error or type(error).__name__}; nothing is lost, start it again when RabbitMQ is back"
+                f"{error or type(error).__name__}; nothing is lost, start it again when RabbitMQ is back:"
+                " if it had begun, workers stand back until it is done"
             )
             report |= {"status": "unreachable", "error": sentence}
             click.echo(f"{name}: {sentence}", err=True)

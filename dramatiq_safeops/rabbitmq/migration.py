@@ -155,7 +155,14 @@ class Migration:
         fresh = not all(self._look(name).exists for name in needed)
         self._announce()
         declared_at = time.monotonic()
-        self._wait_for_workers(undo=not begun)
+        try:
+            self._wait_for_workers(undo=not begun)
+        except KeyboardInterrupt:
+            # Nobody would let them consume again.
+            if not begun and self._is_empty(self._staging):
+                self._finish()
+                raise MigrationError("interrupted. Nothing was moved, everything goes on as before") from None
+            raise
         if switched:
             # Also if it is there: an earlier migration may have been killed before it was bound to the delay ladder.
             self._declare()
@@ -221,7 +228,7 @@ class Migration:
         if undo and self._is_empty(self._staging):
             self._finish()
             raise MigrationError(f"{sentence}. Nothing was moved, everything goes on as before")
-        raise MigrationError(f"{sentence}, then start it again")
+        raise MigrationError(f"{sentence}, then start it again; its workers stand back until it is done")
 
     def _already(self, *names: str) -> Counter[bytes]:
         self._report("look", "an earlier migration was cut off: looking at what it has moved", 0)

@@ -10,13 +10,13 @@ import pika.exceptions
 import pytest
 
 from dramatiq_safeops import RabbitmqBroker
-from dramatiq_safeops.cli.exit_codes import EXIT_UNREACHABLE
+from dramatiq_safeops.cli.exit_codes import EXIT_FINDINGS, EXIT_UNREACHABLE
 from dramatiq_safeops.rabbitmq import admin, topology
 from dramatiq_safeops.rabbitmq.holding import Hold
 from dramatiq_safeops.rabbitmq.migration import Migration
 from dramatiq_safeops.testing import RabbitmqServer
 from tests.harness import queues
-from tests.integration.test_migrating import body, message, report
+from tests.integration.test_migrating import body, exists, kind_now, message, report
 
 
 def test_a_migration_killed_before_the_new_queue_was_bound_binds_it(amqp_url: str) -> None:
@@ -104,3 +104,24 @@ def test_publishers_go_on_when_rabbitmq_does_not_answer_in_the_moment_of_the_cha
     assert "no answer" in said["error"]
     broker.enqueue(message("after"))
     broker.close()
+
+
+def test_a_migration_that_is_interrupted_while_it_waits_for_workers_lets_them_go_on(
+    amqp_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hurts whoever presses Ctrl-C since it waits for long: workers that had stood back would do so for ever."""
+    broker = RabbitmqBroker(url=amqp_url, queue_type="classic")
+    broker.enqueue(message("mine"))
+    broker.close()
+
+    def interrupt(self: Migration, **_how: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Migration, "_wait_for_workers", interrupt)
+
+    said = report(amqp_url, "orders", code=EXIT_FINDINGS)
+
+    assert "Nothing was moved" in said["error"]
+    assert not exists(amqp_url, "orders.migrating")
+    assert queues.depth(amqp_url, "safeops.migrations") == 0
+    assert kind_now(amqp_url) == "classic"
