@@ -66,7 +66,7 @@ def migrations() -> Declaration:
 
 def publishers() -> Declaration:
     """Return the queue that publishing processes are present at. Classic: no message ever stays in it."""
-    return _queue(PUBLISHERS, {})
+    return _queue(PUBLISHERS, {"x-queue-type": "classic"})
 
 
 def staging(queue_name: str) -> Declaration:
