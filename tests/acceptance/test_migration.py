@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,8 @@ class Observer:
         self._channel = self._connection.channel()
 
     def close(self) -> None:
-        self._connection.close()
+        with suppress(pika.exceptions.AMQPError):  # closed already, or RabbitMQ has
+            self._connection.close()
 
     def look(self) -> Moment:
         return Moment(self._count(STAGING), self._is_quorum())
@@ -227,11 +228,14 @@ def test_a_migration_under_load_that_is_killed_again_and_again_loses_and_doubles
         workers = [stack.enter_context(app.worker()) for _ in range(2)]
         wait_until(lambda: len(app.notes("ran")) > 20 and len(app.notes("sent")) > 20, what="load")
         observer = Observer(amqp_url)
+        stack.callback(observer.close)
 
         # When the migration is killed at moments of its life, and each time started again
         log: list[str] = []
         moments = (list(KILL_WHEN) * 2)[: max(kills, len(KILL_WHEN))]
-        run_and_kill(amqp_url, observer, "staging there", 0, log)
+        while not queues.depth(amqp_url, "safeops.migrations"):
+            # Killed still sooner, the workers were not told and nothing has happened.
+            run_and_kill(amqp_url, observer, "staging there", 0, log)
         # The workers have emptied the delay queue; now they stand back, and stock Dramatiq goes on delaying.
         wait_until(lambda: attached(amqp_url, "orders.DQ")[1] == 0, what="the workers to stand back")
         fill(amqp_url, "orders.DQ", later[1::2])
