@@ -313,55 +313,6 @@ def test_a_child_forked_during_a_connection_attempt_does_not_keep_its_socket(
                 psutil.Process(child).kill()
 
 
-FORKS_IN_C = """
-import ctypes
-import sys
-
-work.send(0)
-children = []
-for number in 1, 2, 3, 4:
-    child = ctypes.PyDLL(None).fork()
-    if not child:
-        work.send(number)
-        os.write(1, b"child\\n")  # in one piece: all of them write here
-        input()
-        sys.exit()
-    children.append(child)
-work.send(5)
-os.write(1, " ".join(map(str, children)).encode() + b"\\n")
-for child in children:
-    os.waitpid(child, 0)
-"""
-
-
-def test_children_of_a_fork_that_python_is_not_told_of_have_connections_of_their_own(
-    rabbit: RabbitmqServer, amqp_url: str, tmp_path: Path
-) -> None:
-    """uWSGI imports the app, forks in C, and runs Python's hooks only when it is asked to."""
-    # Given a process with a running I/O thread
-    app = App(tmp_path, SENDER, amqp_url)
-    with app.program(FORKS_IN_C) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-
-        # When it is forked in C, and all of them send
-        said = [parent.stdout.readline().strip() for _ in range(5)]
-        [children] = [list(map(int, line.split())) for line in said if line != "child"]
-
-        # Then all has arrived, each over a connection of its own
-        assert sent(amqp_url) == [0, 1, 2, 3, 4, 5]
-        held = [connections_of(pid, port_of(amqp_url)) for pid in (parent.pid, *children)]
-        assert [len(ports) for ports in held] == [1] * 5
-        assert len({port for [port] in held}) == 5
-
-        # And they end politely
-        parent.stdin.write("\n" * 4)
-        parent.stdin.close()
-        parent.wait(ENDS_WITHIN_S)
-        parent.stdin = None
-    assert not broken_off(rabbit, {parent.pid, *children})
-
-
 # -- the end of a process
 
 ENDS = {
